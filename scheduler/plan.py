@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xla_engine.scheduler.moves import NO_MOVES, Continuation, Moves, Slot, Swap
 from xla_engine.scheduler.request import FinishReason, Immutable
+from xla_engine.scheduler.samples import NONE_DECODED, Decoded, Sample
 
 
 class ResultMismatchError(ValueError):
@@ -194,37 +195,6 @@ ENCODING = "its pictures are being encoded"  # why a request waits
 MASK = "its mask is being computed"  # why a request is blocked
 LOADING = "its cached prefix is being loaded"  # why a request waits
 
-# Values in place of a token id:
-NO_TOKEN = -1  # the row did not decode, or had stopped
-NO_CHOICE = -2  # no token could be sampled because the logits were NaN
-
-
-class Sample(NamedTuple):
-    """One sampled token, or NO_CHOICE, and its log-probability (natural; None if not requested).
-
-    extra: other outputs of the device for this token; passed through.
-    """
-
-    token_id: int
-    logprob: float | None = None
-    extra: object = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """The samples of a decode step as columns, indexed by slot; `sample` makes the object for one row.
-
-    tokens: ids, NO_TOKEN or NO_CHOICE. logprobs: as in `Sample`, one per slot or empty. extra: by slot.
-    """
-
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float | None] = ()
-    extra: Mapping[int, object] = field(default_factory=dict)
-
-    def sample(self, slot: int) -> Sample:
-        """The sample of a slot's row."""
-        return Sample(self.tokens[slot], self.logprobs[slot] if self.logprobs else None, self.extra.get(slot))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -236,7 +206,7 @@ class StepResult:
     """
 
     first: Sequence[Sample] = ()
-    decode: Decoded = Decoded()
+    decode: Decoded = NONE_DECODED
     verify: Sequence[Sequence[Sample]] = ()
     drafted: Sequence[int] = ()
 

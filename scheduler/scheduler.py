@@ -6,12 +6,8 @@ from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
-from xla_engine.scheduler.kv.readiness import unready
 from xla_engine.scheduler.moves import Moves
 from xla_engine.scheduler.plan import (
-    ENCODING,
-    LOADING,
-    Admitted,
     Decision,
     Encode,
     Plan,
@@ -22,6 +18,7 @@ from xla_engine.scheduler.queue import Deadlines, WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.snapshot import Counters, Snapshot, Times
+from xla_engine.scheduler.steps.admission import Admission
 from xla_engine.scheduler.steps.commit import Committer, Events
 from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.prefill import PrefillPlan
@@ -43,7 +40,6 @@ class Scheduler:
     token, when that token is committed. Tokens of an occupancy that has ended are dropped. Every request ends once: by
     a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
 
-    awaits_blocks: the id of the request that is next in line and waits for stored blocks; None if there is none.
     states: every live request, by id. The other parts are attributes for the modules of this package that continue,
         restart, peek and skip; others call the methods.
     untold: requests that `commit` and `expire` have ended since the last plan, by id. If the engine restarts before it
@@ -54,7 +50,6 @@ class Scheduler:
         self.config = config
         self.ended: dict[str, RequestState] = {}  # see `scheduler.continuation`
         self.untold: dict[str, RequestState] = {}
-        self.awaits_blocks: str | None = None
         self.states: dict[str, RequestState] = {}
         self.kv = KVAllocator(config)
         self.waiting = WaitingQueue(config, only)
@@ -69,6 +64,7 @@ class Scheduler:
         self.preemption = Preemption(
             config, self.kv, self.waiting, holders=running.holders, detach=self._detach
         )
+        self._admission = Admission(config, self.kv, self.waiting, running, self.preemption, self.committer)
         self.cached_tokens = 0
         self.next_step = 0
         self._is_late = False  # see `Plan`
@@ -147,7 +143,7 @@ class Scheduler:
                 (*self._constrained.ready(), *self._speculating.ready()), self.next_step
             )
         encodes: list[Encode] = []
-        admitted, resumes, continues = self._admit(decisions, encodes)
+        admitted, resumes, continues = self._admission.admit(self.next_step, decisions, encodes)
         work, alone = NO_PREFILL, False
         if self._prefilling:
             rows = len(self._decoding) + len(self._constrained) + len(self._speculating)
@@ -254,65 +250,6 @@ class Scheduler:
             self.hand_over(state)
         return events
 
-    def _encode(self, state: RequestState) -> tuple[Encode, ...]:
-        """Work of the vision tower for a request whose features are missing; none if they have no places yet."""
-        features = self.kv.features
-        assert features is not None
-        readers = (state.request for state in self._prefilling)
-        shares = bool(len(self._decoding) or len(self._constrained) or len(self._speculating))
-        encode = features.encode(state.request, readers, shares=shares)
-        return () if encode is None else (encode,)
-
-    def _admit(self, decisions: list[Decision], encodes: list[Encode]) -> Admitted:
-        """Give free slots to the requests at the head of the queue. encodes: receives work of the vision tower."""
-        admitted, resumes, continues = [], [], []
-        self.awaits_blocks = None
-        while self.waiting:
-            state = self.waiting.next_in_line(self.kv.cached_tokens)
-            if (reason := unready(state, self.kv, self._constrained.blocked, uses=True)) is not None:
-                if reason == LOADING:
-                    self.awaits_blocks = state.request_id
-                if reason == ENCODING:
-                    encodes.extend(self._encode(state))
-                decisions.append(state.decide("wait", reason))
-                break
-            if state.goes_on and not self.kv.still_holds(state):
-                state.goes_on, state.occupancy = False, None
-                if not self.config.keeps_tokens:
-                    self.committer.take_back(state)
-                    self.preemption.replay(state)
-            if state.status is Status.WAITING and not state.goes_on:
-                state.begin_prefill()
-            if (missing := self.kv.missing(state)) is not None:
-                if (preempted := self.preemption.make_room(state, self.next_step)) is not None:
-                    decisions.append(preempted)
-                    continue
-                decision = state.decision
-                if decision is None or decision.action != "wait":
-                    decision = state.decide("wait", missing)
-                decisions.append(decision)
-                break
-            self.waiting.take(state)
-            admitted.append(state.request_id)
-            if state.goes_on:
-                continues.append(self.kv.go_on(state, self.next_step))
-                self.preemption.admitted(state)
-                self.running.run(state, self.next_step, sampled=state.planned_before)
-                decisions.append(state.decide("continue", f"it still runs in slot {state.slot.index}"))
-                continue
-            self.kv.enter(state)
-            self.preemption.admitted(state)
-            if state.status is Status.PARKED:
-                self.preemption.release(state)
-                resumes.append(self.kv.resume(state, state.position(self.next_step)))
-                self.running.run(state, self.next_step, sampled=state.planned_before)
-                decisions.append(state.decide("resume", f"slot {state.slot.index} was free"))
-            else:
-                state.status = Status.PREFILLING
-                self._prefilling.join(state)
-                decisions.append(state.decide("admit", f"slot {state.slot.index} was free"))
-        return Admitted(tuple(admitted), tuple(resumes), tuple(continues))
-
     def _gated(self, names: Collection[str]) -> frozenset[str]:
         """Those of `names` that are constrained requests."""
         live = ((name, self.states.get(name)) for name in names)
@@ -379,6 +316,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.states)
+
+    @property
+    def awaits_blocks(self) -> str | None:
+        """The id of the request that is next in line and waits for stored blocks; None if there is none."""
+        return self._admission.awaits_blocks
 
     @property
     def num_free(self) -> int:

@@ -15,11 +15,10 @@ from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.open_engine import EngineClient, engine_config, open_engine
-from xla_engine.outputs import (
+from xla_engine.outputs import RequestOutput, RequestOutputs
+from xla_engine.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
-    RequestOutput,
-    RequestOutputs,
     RerankResult,
     Score,
     ScoringRequestOutput,

@@ -13,19 +13,13 @@ splits, scored by the same code with as many warps: their bits agree (findings/g
 neither scored nor, if values, loaded: stale NaN is harmless without being cleared.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import (
-    AttentionCall,
-    LayerCache,
-    check_length,
-    read_positions,
-    write_positions,
-)
+from xla_engine.graphs.attention import by_head
+from xla_engine.graphs.attention.backend import AttentionCall, LayerCache
 from xla_engine.graphs.attention.gpu_kernels import (
     combine_kernel,
     key_tile,
@@ -34,7 +28,6 @@ from xla_engine.graphs.attention.gpu_kernels import (
     whole_tile,
     write_kernel,
 )
-from xla_engine.graphs.config import KEY_SPAN, ModelConfig
 from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.gpu_call import kernel_call
 from xla_engine.graphs.ops.norms import split_heads
@@ -53,17 +46,10 @@ class GpuAttention:
     isa = None
     bounded_by_length = True
     shares_stores = False
-
-    def make_store(
-        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
-    ) -> LayerCache:
-        check_length(length)
-        sizes = config.layer(layers[0])
-        shape = (rows, sizes.num_key_value_heads, length, sizes.head_dim)
-        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        return layer
+    make_store = staticmethod(by_head.make_store)
+    clear_values = staticmethod(by_head.clear_values)
+    read_span = staticmethod(by_head.read_span)
+    write_span = staticmethod(by_head.write_span)
 
     def attend_decode(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
@@ -96,20 +82,6 @@ class GpuAttention:
             stages=2,
         )(*lanes, q, *layer, call.block_tables, call.weights.sinks, call.reach)
         return layer, out.reshape(number * width, -1)
-
-    def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
-        size = min(KEY_SPAN, layer.keys.shape[2])
-        return LayerCache(*(read_positions(leaf, slot, span * size, size) for leaf in layer))
-
-    def write_span(
-        self, layer: LayerCache, slot: jax.Array, span: jax.Array, moved: LayerCache, length: jax.Array
-    ) -> LayerCache:
-        return LayerCache(
-            *(
-                write_positions(leaf, slot, span * new.shape[1], new)
-                for leaf, new in zip(layer, moved, strict=True)
-            )
-        )
 
     def _decode(
         self, layer: LayerCache, qkv: jax.Array, slot: jax.Array, position: jax.Array, call: AttentionCall

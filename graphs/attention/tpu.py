@@ -21,15 +21,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xla_engine.graphs.attention.backend import (
-    AttentionCall,
-    LayerCache,
-    check_length,
-    read_positions,
-    write_positions,
-)
+from xla_engine.graphs.attention import by_head
+from xla_engine.graphs.attention.backend import AttentionCall, LayerCache
 from xla_engine.graphs.attention.tpu_kernel import RaggedSizes, ragged_kernel, register_rows
-from xla_engine.graphs.config import KEY_SPAN, ModelConfig
+from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.ops.norms import normed_and_rotated, split_heads
 from xla_engine.graphs.row_state.rows import Extents
 
@@ -47,17 +42,10 @@ class TpuAttention:
     isa = None
     bounded_by_length = True
     shares_stores = False
-
-    def make_store(
-        self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
-    ) -> LayerCache:
-        check_length(length)
-        sizes = config.layer(layers[0])
-        shape = (rows, sizes.num_key_value_heads, length, sizes.head_dim)
-        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        return layer
+    make_store = staticmethod(by_head.make_store)
+    clear_values = staticmethod(by_head.clear_values)
+    read_span = staticmethod(by_head.read_span)
+    write_span = staticmethod(by_head.write_span)
 
     def attend_decode(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
@@ -70,20 +58,6 @@ class TpuAttention:
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
         return self._attend(layer, qkv, call, lanes, call.rope)
-
-    def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
-        size = min(KEY_SPAN, layer.keys.shape[2])
-        return LayerCache(*(read_positions(leaf, slot, span * size, size) for leaf in layer))
-
-    def write_span(
-        self, layer: LayerCache, slot: jax.Array, span: jax.Array, moved: LayerCache, length: jax.Array
-    ) -> LayerCache:
-        return LayerCache(
-            *(
-                write_positions(leaf, slot, span * new.shape[1], new)
-                for leaf, new in zip(layer, moved, strict=True)
-            )
-        )
 
     def _attend(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents, rope: jax.Array

@@ -36,7 +36,7 @@ def tpu_threshold(
     *,
     interpret: Any = False,
 ) -> jax.Array:
-    """`graphs.sampling.sampler.bisect` of `logits [V, N]`; the others are `[N]`."""
+    """`graphs.sampling.threshold.bisect` of `logits [V, N]`; the others are `[N]`."""
     vocabulary, rows = logits.shape
     numbers = jnp.stack([peak, temperature, wanted.astype(jnp.float32), top_p, min_p], axis=1)  # [N, 5]
     more, behind = -rows % _ROWS, -vocabulary % _CHUNK
@@ -81,7 +81,7 @@ def _kernel(logits_ref: Ref, numbers_ref: Ref, out_ref: Ref, *, vocabulary: int)
         return jnp.sum(over(jnp.add, 0.0, value), axis=1, keepdims=True)
 
     def last_true(holds: Callable[..., jax.Array], lowest: int, highest: int) -> jax.Array:
-        """As `graphs.sampling.sampler._last_true`."""
+        """As `graphs.sampling.threshold._last_true`."""
 
         def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             low, high = bounds

@@ -4,21 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 
-from xla_engine.scheduler.plan import (
-    NO_CHOICE,
-    NO_TOKEN,
-    Chunk,
-    Decoded,
-    Plan,
-    ResultMismatchError,
-    Row,
-    Sample,
-    StepResult,
-    TokenEvent,
-    VerifyRow,
-)
+from xla_engine.scheduler.plan import Chunk, Plan, ResultMismatchError, Row, StepResult, TokenEvent, VerifyRow
 from xla_engine.scheduler.request import FinishReason
 from xla_engine.scheduler.request_state import RequestState
+from xla_engine.scheduler.samples import NO_CHOICE, NO_TOKEN, Decoded, Sample
 from xla_engine.scheduler.steps.decode import Batch, Decoding
 
 

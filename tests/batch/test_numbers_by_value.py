@@ -15,7 +15,7 @@ from xla_engine.batch.datasets.rows import RowColumns, row_lines
 from xla_engine.errors import InvalidRequestError
 from xla_engine.openai.fields import LINE_FIELDS
 from xla_engine.openai.requests import LineError, LineRequest, parse_line
-from xla_engine.outputs import ranked
+from xla_engine.pooling_outputs import ranked
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.sampling_params import SamplingParams
 

@@ -122,7 +122,9 @@ def test_an_interrupt_before_the_device_state_is_replaced_lets_abort_and_submit_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny.scheduler, "_admit", interrupted)  # in the middle of the scheduler's own work
+        patch.setattr(
+            tiny.scheduler.waiting, "next_in_line", interrupted
+        )  # in the middle of the scheduler's own work
         submit_all(tiny, cases[:5])
         with pytest.raises(KeyboardInterrupt):
             tiny.step()

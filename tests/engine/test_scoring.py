@@ -14,7 +14,8 @@ from tests.support.tiers import default
 from xla_engine import LLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
-from xla_engine.outputs import RequestOutput, Score
+from xla_engine.outputs import RequestOutput
+from xla_engine.pooling_outputs import Score
 from xla_engine.sampling_params import SamplingParams
 
 DRAW = random.Random(3)

@@ -22,6 +22,7 @@ from xla_engine.graphs.ops.reductions import largest_by_rank
 from xla_engine.graphs.row_state.rows import NO_CHOICE
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
 from xla_engine.graphs.sampling import sampler as sampling
+from xla_engine.graphs.sampling import threshold as truncation
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logprobs import logprobs
 
@@ -99,7 +100,7 @@ def test_each_row_keeps_exactly_what_its_own_parameters_keep(
     logits = random_logits(vocabulary, seed)
     state = rows(top_k=top_k, top_p=top_p, min_p=min_p)
     peak = logits.max(axis=0)
-    threshold = jax.jit(sampling.threshold)
+    threshold = jax.jit(truncation.threshold)
     least = np.asarray(threshold(logits, peak, state.temperature, state, jnp.ones(ROWS, bool)))
     for row in range(ROWS):
         weight = np.exp(logits[:, row].astype(np.float64) - peak[row])
@@ -115,8 +116,8 @@ def test_bisection_and_candidates_agree() -> None:
     peak = jnp.asarray(logits.max(axis=0))
     wanted = jnp.where(state.top_k > 0, state.top_k, 4096)
     given = jnp.asarray(logits), peak, state.temperature
-    fast = jax.jit(sampling.threshold)(*given, state, jnp.ones(ROWS, bool))
-    slow = jax.jit(sampling.bisect)(*given, wanted, state.top_p, state.min_p)
+    fast = jax.jit(truncation.threshold)(*given, state, jnp.ones(ROWS, bool))
+    slow = jax.jit(truncation.bisect)(*given, wanted, state.top_p, state.min_p)
     np.testing.assert_array_equal(np.asarray(fast), np.asarray(slow))
 
 
@@ -283,7 +284,7 @@ def test_a_row_draws_the_same_among_more_rows(size: int, count: int, widths: tup
         state.seed[:, 1] = np.arange(count)
         mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[columns]), state)
         peak = logits[:, columns].max(axis=0)
-        least = jax.jit(sampling.threshold)(
+        least = jax.jit(truncation.threshold)(
             logits[:, columns], peak, mine.temperature, mine, mine.temperature > 0
         )
         weight = np.exp(logits[:, columns] - peak)  # not by XLA, whose exponential may depend on the width

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_engine.graphs.sampling.sampler import bisect
+from xla_engine.graphs.sampling.threshold import bisect
 from xla_engine.graphs.sampling.tpu import tpu_threshold
 
 

@@ -255,6 +255,7 @@ def test_the_oracle_shares_nothing_but_the_model() -> None:
         "xla_engine.graphs.attention.native",
         "xla_engine.graphs.attention.xla",
         "xla_engine.graphs.sampling.sampler",
+        "xla_engine.graphs.sampling.threshold",
         "xla_engine.graphs.steps.decode",
         "xla_engine.graphs.steps.prefill",
         "scheduler",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_engine.runner.dispatch import prefill_calls
+from xla_engine.runner.call_sizes import prefill_calls
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.scheduler import (
     Decoded,

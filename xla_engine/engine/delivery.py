@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
-from xla_engine.engine.requests.sequence import LiveSequence, Sink
+from xla_engine.engine.requests.sampled_tokens import Sink
+from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.state import EngineState
 from xla_engine.observability.histogram import Histogram
 from xla_engine.scheduler import (

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
-from xla_engine.outputs import RequestOutput, ranked
+from xla_engine.outputs import RequestOutput
+from xla_engine.pooling_outputs import ranked
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import TextPair
 from xla_engine.utils.did_you_mean import did_you_mean

@@ -1,9 +1,9 @@
 """Dispatch: from a plan to the calls of compiled programs."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from xla_engine.graphs.row_state.rows import pack
 from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.after_prefill import AfterPrefill, scored_targets
+from xla_engine.runner.call_sizes import Sizes, decode_work, prefill_calls, smallest
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
@@ -48,21 +49,6 @@ class _Rows:
     work: np.ndarray | jax.Array
     wanted: tuple[int, ...]
     constrained: tuple[tuple[int, RowSettings], ...]
-
-
-class Sizes(NamedTuple):
-    """The sizes of programs that calls choose from, ascending.
-
-    lanes: of prefill calls. keys: key lengths. few: numbers of rows for which there are separate decode programs.
-    """
-
-    lanes: tuple[int, ...]
-    keys: tuple[int, ...]
-    few: tuple[int, ...]
-
-    def keys_for(self, positions: int) -> int:
-        """The key length of a call whose rows have at most so many positions."""
-        return _smallest(self.keys, positions)
 
 
 class Dispatch:
@@ -201,7 +187,7 @@ class Dispatch:
     def _prefill(
         self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], sizes: Sizes
     ) -> FirstSamples:
-        lanes = _smallest(sizes.lanes, len(chunks))
+        lanes = smallest(sizes.lanes, len(chunks))
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         name = program_name(PREFILL, lanes=lanes, keys=sizes.keys_for(max(ends)))
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
@@ -310,43 +296,3 @@ class Dispatch:
                 if row.mask is not None and row.mask.constrained
             ),
         )
-
-
-def prefill_calls(
-    chunks: Sequence[Chunk], most: int, saves: Sequence[SavedState], joined: Collection[int] = ()
-) -> Iterator[tuple[Sequence[Chunk], list[SavedState]]]:
-    """The chunks of each prefill call, at most `most`, and the states to save after it.
-
-    A state exists at the end of a call alone, so a prompt's next chunk after a saved state is in another call.
-    joined: indices of chunks that run in the call of the chunk before.
-    """
-    wanted = {(each.slot.index, each.length): each for each in saves}
-    begin, due = 0, list[SavedState]()
-    for at, chunk in enumerate(chunks):
-        follows = any(each.slot == chunk.slot for each in due)
-        if at - begin == most or follows:
-            while at in joined:
-                at -= 1
-            assert at > begin, "a call has too few lanes for a picture"
-            yield chunks[begin:at], due
-            begin, due = at, []
-        if (save := wanted.get((chunk.slot.index, chunk.start + len(chunk.tokens)))) is not None:
-            due.append(save)
-    if begin < len(chunks):
-        yield chunks[begin:], due
-
-
-def decode_work(slots: np.ndarray, total: int, few: int | None) -> np.ndarray:
-    """The rows that a decode program runs: bool `[total]`, or the slots i32 `[few]` for a program of few rows."""
-    if few is None:
-        work = np.zeros(total, np.bool_)
-        work[slots] = True
-    else:
-        work = np.full(few, -1, np.int32)
-        work[: len(slots)] = slots
-    return work
-
-
-def _smallest(sizes: Sequence[int], needed: int) -> int:
-    """The smallest of the ascending `sizes` that is at least `needed`."""
-    return next(size for size in sizes if size >= needed)

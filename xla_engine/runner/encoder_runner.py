@@ -44,9 +44,9 @@ from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, platform_words
+from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.devices import Devices, HeldWeights
-from xla_engine.runner.dispatch import Sizes
 from xla_engine.runner.in_flight import EncodedText, EncodedTexts, InFlight, PooledChunk
 from xla_engine.runner.inputs import Draft
 from xla_engine.runner.jax_settings import check_platform, in_steps, with_own_settings

@@ -31,10 +31,11 @@ from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
 from xla_engine.runner.after_prefill import fetch_pooled, fetch_prompt_scores
 from xla_engine.runner.backends import library_of, platform_words
+from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import READS_KEYS, READS_STATES, HeldWeights
-from xla_engine.runner.dispatch import Dispatch, Sizes
+from xla_engine.runner.dispatch import Dispatch
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer, too_few_lanes
 from xla_engine.runner.hosts import Hosts

@@ -14,8 +14,9 @@ import numpy as np
 
 from xla_engine.graphs.inventory import program_name
 from xla_engine.graphs.row_state.rows import pack
+from xla_engine.runner.call_sizes import decode_work
 from xla_engine.runner.device_state import DeviceState
-from xla_engine.runner.dispatch import Dispatch, decode_work
+from xla_engine.runner.dispatch import Dispatch
 from xla_engine.runner.inputs import no_drafts
 from xla_engine.runner.programs import VERIFY, decode_name
 

@@ -4,7 +4,7 @@
 """
 
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.outputs import (
+from xla_engine.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,

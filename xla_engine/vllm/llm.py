@@ -14,7 +14,7 @@ from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.llm import Adapter
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.open_engine import EngineClient
-from xla_engine.outputs import (
+from xla_engine.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Generic, TypeVar, overload
+from typing import Any
 
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Readable, Seen
 from xla_engine.engine.requests.pooling import PooledPrompt
+from xla_engine.engine.requests.sampled_tokens import MadeWhenRead, SampledTokens, Score, Sink, by_id
 from xla_engine.engine.requests.validation import CheckedRequest
-from xla_engine.errors import InvalidRequestError, ReplayError
+from xla_engine.errors import ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.observability.distributions import Histograms
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -21,54 +22,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import FinishReason, Request, Sample, Times
 from xla_engine.text.stop_strings import GeneratedText
 from xla_engine.text.tokenizer import Tokenizer
-
-S = TypeVar("S")
-T = TypeVar("T")
-Sink = tuple[Callable[[int], None], Callable[[float], None]]  # take a token, and its time
-# A token, its log-probability, and the most likely tokens at its position.
-Score = tuple[int, float, TopLogprobs]
-
-
-class MadeWhenRead(Sequence[T], Generic[S, T]):
-    """A lazy sequence: applies `make` to a source each time the item is read.
-
-    The dicts of `by_id` take three times the memory of their scores and twenty times as many objects, which slow
-    garbage collection down.
-    """
-
-    def __init__(self, sources: Sequence[S], make: Callable[[S], T]) -> None:
-        self._sources = sources
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> MadeWhenRead[S, T]: ...
-    def __getitem__(self, place: int | slice) -> T | MadeWhenRead[S, T]:
-        if isinstance(place, slice):
-            return MadeWhenRead(self._sources[place], self._make)
-        return self._make(self._sources[place])
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self._make, self._sources)
-
-
-def by_id(token_id: int, logprob: float, top: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """`Logprob`s by token id: the sampled token first, then the most likely ones."""
-
-    def decode(token_id: int) -> str | None:
-        try:
-            return None if tokenizer is None else tokenizer.token_string(token_id)
-        except InvalidRequestError:  # the tokenizer cannot decode this token alone
-            return None
-
-    found = {token_id: Logprob(logprob, top.rank, decode(token_id))}
-    for rank, (other, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1):
-        found.setdefault(other, Logprob(value, rank, decode(other)))
-    return found
 
 
 class LiveSequence:
@@ -120,13 +73,9 @@ class LiveSequence:
         self._to_repeat = 0  # tokens it has that it must sample again, since it runs again
         self._decoded = 0  # tokens that `_text` has
         self._num_drafted = self._num_accepted = 0
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._tops: list[Score] = []
+        self._tokens = SampledTokens(self._params, self._tokenizer)
         self._prompt_scores: list[Score | None] = [None] * max(self._params.logprobs_start, 1)
-        self._top_logprobs: list[dict[int, Logprob]] = []  # cache of `output`
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = []  # the same
-        self._token_times: list[float] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []  # cache of `output`
         self._stop_string: str | None = None
         self.failure: Exception | None = None  # its text cannot be decoded; the engine's next turn ends it
         self.finish_reason: FinishReason | None = None
@@ -139,9 +88,7 @@ class LiveSequence:
         return stops or self.constrained
 
     def _make_sink(self) -> Sink | None:
-        if self.immediate or self._params.logprobs is not None:
-            return None
-        return self._token_ids.append, self._token_times.append
+        return None if self.immediate else self._tokens.sink
 
     def _continue_as(self, request: Request, settings: RowSettings) -> None:
         self.request, self.request_id = request, request.request_id
@@ -152,18 +99,17 @@ class LiveSequence:
         other = copy.copy(self)
         other.collector, other.reader = collector, other
         other._continue_as(request, settings)
-        other._inherited = len(self._token_ids)
+        other._inherited = len(self._tokens.ids)
         other.faults = other.passes = 0
         other.finish_reason = other.finished_time = other.error = None
-        lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
-        for name in (*lists, "_top_logprobs", "_prompt_logprobs"):
-            setattr(other, name, list(getattr(self, name)))
+        other._tokens = self._tokens.copy(settings.params)
+        other._prompt_scores, other._prompt_logprobs = list(self._prompt_scores), list(self._prompt_logprobs)
         # Decode again: text that was flushed at the end may have to be held back now.
         other._text = text = other._no_text()
         if text is not None and settings.params.stop:
-            for count, token_id in enumerate(self._token_ids, 1):
+            for count, token_id in enumerate(self._tokens.ids, 1):
                 text.push(token_id, may_stop=count >= settings.params.min_tokens)
-            other._decoded = len(self._token_ids)
+            other._decoded = len(self._tokens.ids)
         else:
             other._decoded = 0
         other._looks = other._looks_at_each()
@@ -193,22 +139,22 @@ class LiveSequence:
     @property
     def received(self) -> Sequence[int]:
         """The tokens since it last started: all that it has, unless it runs again."""
-        return self._token_ids[: len(self._token_ids) - self._to_repeat]
+        return self._tokens.ids[: len(self._tokens.ids) - self._to_repeat]
 
     @property
     def num_tokens(self) -> int:
         """Tokens it has."""
-        return len(self._token_ids)
+        return len(self._tokens.ids)
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens it has sampled itself: not those of the request that it extends."""
-        return len(self._token_ids) - self._inherited
+        return len(self._tokens.ids) - self._inherited
 
     @property
     def last_token_time(self) -> float | None:
         """When the latest of its `num_tokens` tokens was read from the device; None without any."""
-        return self._token_times[-1] if self._token_times else None
+        return self._tokens.times[-1] if self._tokens.times else None
 
     @property
     def is_repeating(self) -> bool:
@@ -232,7 +178,7 @@ class LiveSequence:
         return Times(
             age=now - came,
             queued=(now if admitted is None else admitted) - came,
-            first_token=self._token_times[0] - came if self._token_times else None,
+            first_token=self._tokens.times[0] - came if self._tokens.times else None,
         )
 
     def admit(self, now: float) -> None:
@@ -243,23 +189,19 @@ class LiveSequence:
 
     def reuse(self, tokens: int) -> None:
         """Note how many tokens the prefix cache had; not counted when it resumes after a preemption."""
-        if not self._token_ids:
+        if not self._tokens.ids:
             self._num_cached_tokens = tokens
 
     def rewind(self) -> None:
         """Prepare to run again from the beginning; it keeps its tokens, and must sample the same ones again."""
-        self._to_repeat = len(self._token_ids)
+        self._to_repeat = len(self._tokens.ids)
         self.sink = self._make_sink()
         if self.mask is not None:
             self.mask.reset()
 
     def keep(self, sample: Sample, now: float) -> None:
         """Take one sampled token without looking at it; for sequences that are not `immediate`."""
-        self._token_ids.append(sample.token_id)
-        self._token_times.append(now)
-        if self._params.logprobs is not None and sample.logprob is not None:
-            self._logprobs.append(sample.logprob)
-            self._add_top(sample)
+        self._tokens.append(sample, now)
 
     def extend(self, samples: Sequence[Sample], now: float) -> bool:
         """Take the tokens of one step; True if one ends the request.
@@ -272,7 +214,7 @@ class LiveSequence:
         """Decode the tokens whose text was not read yet; returns False. Raises the detokenizer's error, each time."""
         if self.failure is not None:
             raise self.failure
-        tokens = self._token_ids[self._decoded :]
+        tokens = self._tokens.ids[self._decoded :]
         if self._text is None or not tokens:
             return False
         self._decoded += len(tokens)
@@ -288,21 +230,21 @@ class LiveSequence:
     @property
     def next_position(self) -> int:
         """The position of the first token that has not been read from the device."""
-        return len(self.prompt_token_ids) + len(self._token_ids) - self._to_repeat
+        return len(self.prompt_token_ids) + len(self._tokens.ids) - self._to_repeat
 
     @property
     def token_ids(self) -> Sequence[int]:
         """The generated tokens, as far as they were read from the device."""
-        return self._token_ids
+        return self._tokens.ids
 
     def read_from(self, place: int) -> list[int]:
         """These tokens from index `place` on."""
-        return self._token_ids[place:]
+        return self._tokens.ids[place:]
 
     def known_tokens(self, most: int) -> list[int]:
         """Up to `most` of the next tokens of a sequence that runs again."""
-        place = len(self._token_ids) - self._to_repeat
-        return self._token_ids[place : place + most]
+        place = len(self._tokens.ids) - self._to_repeat
+        return self._tokens.ids[place : place + most]
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Count the draft tokens of a step."""
@@ -321,33 +263,25 @@ class LiveSequence:
             self._repeat(sample)
             return False
         self.decode_text()
-        self._token_ids.append(sample.token_id)
-        if self._token_times:
-            self._histograms.inter_token_seconds.add(now - self._token_times[-1])
+        if self._tokens.times:
+            self._histograms.inter_token_seconds.add(now - self._tokens.times[-1])
         else:
             self._histograms.first_token_seconds.add(now - self.arrival_time)
-        self._token_times.append(now)
-        if self._params.logprobs is not None and sample.logprob is not None:
-            self._logprobs.append(sample.logprob)
-            self._add_top(sample)
+        self._tokens.append(sample, now)
         stops = sample.token_id in self._host_stop_ids
         if self._text is None:
             return stops
         self._decoded += 1
         if sample.token_id not in self._stop_ids:
-            may_stop = len(self._token_ids) >= self._params.min_tokens
+            may_stop = len(self._tokens.ids) >= self._params.min_tokens
             self._stop_string = self._text.push(sample.token_id, may_stop=may_stop)
         elif self._params.include_stop_str_in_output:
             self._text.push(sample.token_id, may_stop=False)
         return stops or self._stop_string is not None
 
-    def _add_top(self, sample: Sample) -> None:
-        if sample.logprob is not None and isinstance(sample.extra, TopLogprobs):
-            self._tops.append((sample.token_id, sample.logprob, sample.extra))
-
     def _repeat(self, sample: Sample) -> None:
-        place = len(self._token_ids) - self._to_repeat
-        known = self._token_ids[place]
+        place = len(self._tokens.ids) - self._to_repeat
+        known = self._tokens.ids[place]
         if sample.token_id != known:
             raise ReplayError(
                 f"run again after a fault, the request got token {sample.token_id} at position {place}, "
@@ -377,18 +311,12 @@ class LiveSequence:
             given = error if reason is FinishReason.ERROR else None
             reason, error = FinishReason.ERROR, given or str(failure)
         self.finish_reason, self.finished_time, self.error = reason, now, error
-        self._histograms.count_end(now - self.arrival_time, self._token_times, self.preemptions, self.faults)
+        self._histograms.count_end(now - self.arrival_time, self._tokens.times, self.preemptions, self.faults)
         return reason
 
     def output(self) -> RequestOutput:
         self._read_text()
-        completion = self._completion(0, Seen())
-        if completion.logprobs is not None:
-            completion = replace(completion, cumulative_logprob=sum(completion.logprobs))
-        if self._params.logprobs:
-            self._top_logprobs += map(self._by_id, self._tops[len(self._top_logprobs) :])
-            completion = replace(completion, top_logprobs=tuple(self._top_logprobs))
-        result = self.result((completion,))
+        result = self.result((self._completion(0, Seen(), self._tokens.whole()),))
         if self._params.prompt_logprobs is not None:
             self._prompt_logprobs += map(
                 self._by_id_or_none, self._prompt_scores[len(self._prompt_logprobs) :]
@@ -397,9 +325,9 @@ class LiveSequence:
         metrics = RequestMetrics(
             arrival_time=self.arrival_time,
             admitted_time=self._admitted_time,
-            first_token_time=self._token_times[0] if self._token_times else None,
+            first_token_time=self._tokens.times[0] if self._tokens.times else None,
             finished_time=self.finished_time,
-            token_times=tuple(self._token_times),
+            token_times=tuple(self._tokens.times),
         )
         return replace(result, metrics=metrics)
 
@@ -413,10 +341,10 @@ class LiveSequence:
         if seen.ended or (only_ended and not self.finished):
             return None
         self._read_text()
-        if len(self._token_ids) == seen.tokens and not self.finished:
+        if len(self._tokens.ids) == seen.tokens and not self.finished:
             return None
-        part = self._completion(index, seen)
-        seen.tokens, seen.ended = len(self._token_ids), self.finished
+        part = self._completion(index, seen, self._tokens.columns(seen.tokens))
+        seen.tokens, seen.ended = len(self._tokens.ids), self.finished
         seen.characters += len(part.text)
         return part
 
@@ -440,27 +368,23 @@ class LiveSequence:
             images_sha256=self._images_sha256,
         )
 
-    def _by_id(self, score: Score) -> dict[int, Logprob]:
-        return by_id(*score, self._tokenizer)
-
     def _by_id_or_none(self, score: Score | None) -> dict[int, Logprob] | None:
-        return None if score is None else self._by_id(score)
+        return None if score is None else by_id(*score, self._tokenizer)
 
     def _read_text(self) -> None:
         with suppress(Exception):  # kept in `failure` for the engine's turn, which ends the sequence
             self.decode_text()
 
-    def _completion(self, index: int, since: Seen) -> CompletionOutput:
-        """The output after the tokens and characters that were seen."""
-        new = slice(since.tokens, None)
-        last = self._token_ids[-1] if self._token_ids else None
+    def _completion(self, index: int, since: Seen, columns: dict[str, Any]) -> CompletionOutput:
+        """The output after the tokens and characters that were seen. columns: its fields about tokens."""
+        if self.pooling is not None:
+            columns["token_ids"] = ()
+        last = self._tokens.ids[-1] if self._tokens.ids else None
         own_stop = self.finish_reason == FinishReason.STOP and last not in self._eos_ids
         return CompletionOutput(
             index=index,
             text="" if self._text is None else self._text.text[since.characters :],
-            token_ids=tuple(self._token_ids[new]) if self.pooling is None else (),
-            logprobs=tuple(self._logprobs[new]) if self._params.logprobs is not None else None,
-            top_logprobs=MadeWhenRead(self._tops[new], self._by_id) if self._params.logprobs else None,
+            **columns,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self._stop_string or (last if own_stop else None),
         )

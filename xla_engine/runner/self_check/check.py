@@ -22,7 +22,7 @@ import numpy as np
 
 from xla_engine.errors import ConfigError
 from xla_engine.runner.adapters import random_adapter
-from xla_engine.runner.dispatch import Sizes
+from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.probe import (
     MOST_SAMPLES,

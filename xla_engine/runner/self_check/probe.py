@@ -10,7 +10,7 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import KEY_SPAN
-from xla_engine.runner.dispatch import Sizes
+from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
