@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.command_line import commands_use
 from xla_engine import cli
 from xla_engine.batch.compare import compare_files
 from xla_engine.batch.record_ids import record_id
@@ -218,11 +217,7 @@ def test_two_runs_of_one_file_compare_equal(
 ) -> None:
     """Other order, other batch: the lines of `run --fingerprint` say the same. Another seed shows."""
 
-    @contextlib.contextmanager
-    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
-        yield tiny
-
-    monkeypatch.setattr(cli._common, "load_engine", load)
+    commands_use(monkeypatch, lambda _: tiny)
     requests = [
         {"custom_id": f"id-{index}", "prompt": [index + 1, 7, 9], "max_tokens": 6, "seed": index}
         for index in range(12)

@@ -10,14 +10,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine
-from xla_engine.batch import stream as stream_module
 from xla_engine.batch.stream import EventStream
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -218,10 +215,7 @@ class Gate(io.BytesIO):
         return super().write(data)
 
 
-def test_a_slow_reader_loses_nothing_and_holds_up_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    # else all lines may be taken before the first event is there
-    monkeypatch.setattr(stream_module, "MAX_UNFINISHED", 8)
-    monkeypatch.setattr(stream_module, "MAX_UNSENT", 10_000)
+def test_a_slow_reader_loses_nothing_and_holds_up_no_request() -> None:
     gate, turns = Gate(), []
     engine = FakeEngine(max_num_seqs=4)
     source = b"".join(b'{"prompt": "p%d"}\n' % n for n in range(200))
@@ -230,6 +224,8 @@ def test_a_slow_reader_loses_nothing_and_holds_up_no_request(monkeypatch: pytest
         io.BytesIO(source),
         gate,
         on_turn=lambda: turns.append(len(engine.live)),
+        max_unfinished=8,  # else all lines may be taken before the first event is there
+        max_unsent=10_000,
     )
     thread, result = in_thread(stream)
     while engine.live or not engine.submitted or stream._events.unsent < 10_000:
@@ -242,9 +238,7 @@ def test_a_slow_reader_loses_nothing_and_holds_up_no_request(monkeypatch: pytest
     assert result[0].ok == 200 and len(by_id(events)) == 200
 
 
-def test_a_reader_that_goes_away_ends_the_run_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "MAX_UNFINISHED", 8)
-
+def test_a_reader_that_goes_away_ends_the_run_cleanly() -> None:
     class Gone(io.BytesIO):
         def write(self, data: Any) -> int:
             raise BrokenPipeError(32, "Broken pipe")
@@ -257,14 +251,12 @@ def test_a_reader_that_goes_away_ends_the_run_cleanly(monkeypatch: pytest.Monkey
         while stream._events.unsent and stream._events.failure is None:
             time.sleep(0.001)
 
-    stream = EventStream(engine, lines, Gone(), on_turn=on_turn)
+    stream = EventStream(engine, lines, Gone(), on_turn=on_turn, max_unfinished=8)
     totals = stream.run()
     assert isinstance(totals.failure, BrokenPipeError) and not engine.live and totals.done < 5000
 
 
-def test_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "MAX_UNFINISHED", 10)
-
+def test_interrupts() -> None:
     def run(at: tuple[int, ...]) -> tuple[FakeEngine, list[Event], RunTotals]:
         def on_step(step: int) -> None:
             if step in at:
@@ -273,7 +265,7 @@ def test_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
         sink = io.BytesIO()
         engine = FakeEngine(on_step=on_step)
         lines = io.BytesIO(b'{"prompt": "x"}\n' * 64)
-        stream = EventStream(engine, lines, sink)
+        stream = EventStream(engine, lines, sink, max_unfinished=10)
         totals = stream.run()
         return engine, [json.loads(line) for line in sink.getvalue().splitlines()], totals
 
@@ -320,8 +312,7 @@ control = st.one_of(
 @settings(deadline=None, max_examples=50)
 def test_every_request_line_ends_once(lines: list[Any], seed: int, limit: int) -> None:
     engine = FakeEngine(max_num_seqs=2, seed=seed)
-    with patch.object(stream_module, "MAX_UNFINISHED", limit):
-        events, totals = serve(engine, *lines)
+    events, totals = serve(engine, *lines, max_unfinished=limit)
     submits = [line for line in lines if isinstance(line, dict) and line.get("prompt")]
     cancels = [line for line in lines if isinstance(line, dict) and line.get("op")]
     ends = [event for event in events if event["event"] in ("finish", "error")]

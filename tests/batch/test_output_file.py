@@ -13,9 +13,8 @@ import pytest
 
 from tests.support.batch_lines import HEADER, prompts
 from tests.support.fake_engine import FakeEngine
-from xla_engine.batch import output_file
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.output_file import Mode, OutputFile
+from xla_engine.batch.output_file import CHECK_EVERY_S, Mode, OutputFile
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.errors import OutputError
@@ -45,10 +44,18 @@ HARMS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-def harmed_run(path: Path, mode: Mode, engine: FakeEngine, harm: Callable[[Path], None], after: int) -> None:
+def harmed_run(
+    path: Path,
+    mode: Mode,
+    engine: FakeEngine,
+    harm: Callable[[Path], None],
+    after: int,
+    *,
+    check_every_s: float = CHECK_EVERY_S,
+) -> None:
     """A run of 200 lines whose output file is damaged after the given number of lines."""
     harmed = False
-    with OutputFile(str(path), mode) as output:
+    with OutputFile(str(path), mode, check_every_s=check_every_s) as output:
         output.claim(FinishedLines())
 
         def on_turn() -> None:
@@ -66,12 +73,11 @@ def harmed_run(path: Path, mode: Mode, engine: FakeEngine, harm: Callable[[Path]
 @pytest.mark.parametrize(("harm", "message"), HARMS)
 @pytest.mark.parametrize("mode", [Mode.NEW, Mode.OVERWRITE, Mode.RESUME])
 def test_a_file_taken_away_is_seen_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], message: str, mode: Mode
+    tmp_path: Path, harm: Callable[[Path], None], message: str, mode: Mode
 ) -> None:
     """Runs reported success, with status 0."""
-    monkeypatch.setattr(output_file, "CHECK_EVERY_S", 1e9)
     with pytest.raises(OutputError, match=f"out.jsonl was {message}"):
-        harmed_run(tmp_path / "out.jsonl", mode, FakeEngine(), harm, 100)
+        harmed_run(tmp_path / "out.jsonl", mode, FakeEngine(), harm, 100, check_every_s=1e9)
 
 
 @pytest.mark.parametrize(("harm", "message"), [each for each in HARMS if each[0] is not truncate])
@@ -83,25 +89,21 @@ def test_a_packed_file_taken_away_is_seen_at_the_end(
 
 
 @pytest.mark.parametrize(("harm", "message"), HARMS)
-def test_a_file_taken_away_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], message: str
-) -> None:
+def test_a_file_taken_away_ends_the_run(tmp_path: Path, harm: Callable[[Path], None], message: str) -> None:
     """The run looks now and then, here at each line; it does not compute thousands of lines for nothing."""
-    monkeypatch.setattr(output_file, "CHECK_EVERY_S", 0.0)
     engine = FakeEngine()
     with pytest.raises(OutputError, match=message):
-        harmed_run(tmp_path / "out.jsonl", Mode.NEW, engine, harm, 1)
+        harmed_run(tmp_path / "out.jsonl", Mode.NEW, engine, harm, 1, check_every_s=0.0)
     assert len(engine.submitted) < 200
 
 
-def test_an_output_that_is_left_alone_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_is_left_alone_is_as_before(tmp_path: Path) -> None:
     """Also through a link, and when a run resumes an existing file."""
-    monkeypatch.setattr(output_file, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "link.jsonl"
     path.symlink_to("out.jsonl")
     for mode in (Mode.NEW, Mode.RESUME, Mode.OVERWRITE, Mode.RETRY):
         done = FinishedLines()
-        with OutputFile(str(path), mode) as output:
+        with OutputFile(str(path), mode, check_every_s=0.0) as output:
             output.claim(done)
             lines = read_lines(io.BytesIO(prompts(6)))
             BatchRun(FakeEngine(), lines, output.begin(), header=HEADER, done=done).run()

@@ -124,7 +124,7 @@ def test_shards_of_different_engines_are_merged_only_when_asked(tmp_path: Path, 
 
 
 def test_shards_of_other_numbers_of_devices_are_merged_where_no_bit_depends_on_it(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: FakeEngine
 ) -> None:
     expected = whole(tmp_path)
     for products, status in (("native", 0), ("xla", 2)):
@@ -132,7 +132,7 @@ def test_shards_of_other_numbers_of_devices_are_merged_where_no_bit_depends_on_i
         parts = []
         for index, devices in enumerate([{}, {"tensor_parallel_size": 2}]):
             one = EngineIdentity(model="fake", dtype="none", config=devices, platform=platform)
-            monkeypatch.setattr(engine, "identity", lambda found=one: found)
+            engine.made_as = one
             parts.append(tmp_path / f"{products}-{index}.jsonl")
             options = ("--shard", f"{index}/2", *CREATED)
             assert invoke("run", tmp_path / "in.jsonl", "-o", parts[-1], *options).exit_code in (0, 1)
@@ -142,7 +142,7 @@ def test_shards_of_other_numbers_of_devices_are_merged_where_no_bit_depends_on_i
 
 
 def test_shards_of_two_kinds_of_machine_are_one_job_with_portable_bits(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: FakeEngine
 ) -> None:
     """They merge to what one machine writes, each is resumed on the other, and a comparison names the arithmetic."""
     kinds = [({"jax": "0.12.0", "isa": "avx2"}, 8), ({"jax": "0.10.2", "isa": "neon"}, 64)]
@@ -156,14 +156,14 @@ def test_shards_of_two_kinds_of_machine_are_one_job_with_portable_bits(
         )
         for made_on, slots in kinds
     )
-    monkeypatch.setattr(engine, "identity", lambda: zen)
+    engine.made_as = zen
     whole(tmp_path)
     options = ("--fingerprint", *CREATED)
     expected = tmp_path / "expected.jsonl"
     assert invoke("run", tmp_path / "in.jsonl", "-o", expected, "--ordered", *options).exit_code in (0, 1)
     parts = []
     for index, one in enumerate((zen, arm)):
-        monkeypatch.setattr(engine, "identity", lambda found=one: found)
+        engine.made_as = one
         parts.append(tmp_path / f"mixed-{index}.jsonl")
         own = ("--shard", f"{index}/2", *options)
         assert invoke("run", tmp_path / "in.jsonl", "-o", parts[-1], *own).exit_code in (0, 1)
@@ -178,15 +178,13 @@ def test_shards_of_two_kinds_of_machine_are_one_job_with_portable_bits(
     assert sorted(merged.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
-def test_a_run_on_several_devices_goes_on_whose_file_names_them(
-    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_several_devices_goes_on_whose_file_names_them(tmp_path: Path, engine: FakeEngine) -> None:
     platform = {"linear": "native", "attention": "native"}
     one = EngineIdentity(model="fake", dtype="none", config={"tensor_parallel_size": 2}, platform=platform)
     older = one.digest(with_devices=True)
     assert older != one.digest() == replace(one, config={}).digest()
     assert not one.differences(replace(one, config={}))
-    monkeypatch.setattr(engine, "identity", lambda: one)
+    engine.made_as = one
     expected = whole(tmp_path).replace(one.digest().encode(), older.encode())
     lines = expected.splitlines(keepends=True)
     (tmp_path / "whole.jsonl").write_bytes(b"".join(lines[:10]))

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from tests.support.batch_lines import by_line, interrupt_at, prompts
-from tests.support.command_line import ROOT, assert_not_started, invoke, run_file
+from tests.support.command_line import ROOT, assert_not_started, commands_use, invoke, run_file
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
 from xla_engine.cli.run import run
@@ -229,10 +229,10 @@ def test_output_must_not_be_the_input(tmp_path: Path, engine: FakeEngine, link: 
 
 
 def test_a_bad_model_leaves_old_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: Any, **_: Any) -> Any:
+    def engine_for(options: Any) -> Any:
         raise CheckpointError("config.json: no such file")
 
-    monkeypatch.setattr(cli._common, "load_engine", load)
+    commands_use(monkeypatch, engine_for)
     (tmp_path / "out.jsonl").write_bytes(b"precious")
     source = tmp_path / "in.jsonl"
     source.write_bytes(prompts(1))
@@ -244,10 +244,10 @@ def test_a_bad_model_leaves_old_results_alone(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ctrl_c_while_loading_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: Any, **_: Any) -> Any:
+    def engine_for(options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli._common, "load_engine", load)
+    commands_use(monkeypatch, engine_for)
     result, _ = run_file(tmp_path, prompts(1))
     assert result.exit_code == 130 and "interrupted" in result.stderr
     assert not (tmp_path / "out.jsonl").exists()
@@ -330,7 +330,7 @@ def test_the_model_may_be_an_argument(tmp_path: Path, command: str) -> None:
 
 
 def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli._common, "load_engine", None)
+    commands_use(monkeypatch, lambda _: pytest.fail("the model is loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert_not_started(

@@ -50,8 +50,8 @@ def test_another_engine_does_not_go_on(
 ) -> None:
     run_file(tmp_path, prompts(3))
     other = EngineIdentity(model="other", dtype="none", config={"lag": 0, "seed": 7}, platform={})
+    engine.made_as = other
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "identity", lambda: other)
         result, records = run_file(tmp_path, prompts(5), "--resume")
         every = "model: fake and other; engine option lag: absent and 0; engine option seed: absent and 7"
         assert_not_started(result, f"then and now, {every}. Resume with the same")
@@ -82,12 +82,12 @@ def test_a_file_of_another_kind_of_machine_says_what_differs(
         ),
         (tiles, "isa: absent and avx2"),
     ):
-        monkeypatch.setattr(engine, "identity", lambda there=there: there)
+        engine.made_as = there
         run_file(tmp_path, prompts(3), "--overwrite")
-        monkeypatch.setattr(engine, "identity", lambda: identity(8192))
+        engine.made_as = identity(8192)
         result, _ = run_file(tmp_path, prompts(5), "--resume")
         assert_not_started(result, f"on another machine and here, {differences}. Resume with the same")
-    monkeypatch.setattr(engine, "identity", lambda: identity(8192, jax="0.11"))
+    engine.made_as = identity(8192, jax="0.11")
     result, _ = run_file(tmp_path, prompts(5), "--resume")
     assert_not_started(result, "it did not run on this machine: jax 0.11, attention native")
 

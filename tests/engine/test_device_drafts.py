@@ -117,7 +117,7 @@ class DrawnWidths:
 
 
 @pytest.mark.full
-def test_steps_of_any_width_change_no_bit(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_any_width_change_no_bit(tiny: XlaBatchEngine) -> None:
     """Widths that no program was made for run in one with more room."""
     options = {**BY_MODEL, "num_speculative_tokens": "auto"}
     config = replace(
@@ -127,7 +127,8 @@ def test_steps_of_any_width_change_no_bit(tiny: XlaBatchEngine, monkeypatch: pyt
     cases = [replace(case, params=replace(case.params, n=1)) for case in cases]
     expected = run(tiny, cases, 1)
     with XlaBatchEngine(tiny_checkpoint(), None, config, draft=tiny_checkpoint()) as engine:
-        monkeypatch.setattr(engine.state.speculator, "_chooser", widths := DrawnWidths())
+        assert engine.state.speculator is not None
+        engine.state.speculator.chooser = widths = DrawnWidths()
         assert seen(run(engine, cases, 2, preempts=True)) == seen(expected)
         assert widths.seen == set(range(9)) and engine.stats().accepted_tokens > 100
         assert engine.stats().compiles_after_warmup == 0

@@ -38,12 +38,27 @@ SPECULATING = replace(
 @pytest.fixture(
     scope="module", params=[pytest.param(None, marks=pytest.mark.full), 40], ids=["slots", "blocks"]
 )
-def engine(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
+def speculating(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
     config = replace(SPECULATING, num_blocks=request.param)
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
         if not engine.runner.has_one_row_code:
             pytest.skip("speculation needs the C++ operations")
         yield engine
+
+
+@pytest.fixture
+def engine(speculating: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
+    """The same for all tests of this file, with its own choice of widths."""
+    speculator = speculating.state.speculator
+    assert speculator is not None
+    own = speculator.chooser
+    yield speculating
+    speculator.chooser = own
+
+
+def choose_with(engine: XlaBatchEngine, chooser: WidthChooser) -> None:
+    assert engine.state.speculator is not None
+    engine.state.speculator.chooser = chooser
 
 
 def run(
@@ -182,7 +197,7 @@ def test_one_slot_speculates_in_the_blocks_of_one_request(tiny: XlaBatchEngine) 
 def test_auto_runs_as_any_width_does(tiny: XlaBatchEngine) -> None:
     config = replace(SPECULATING, speculative_config={"method": "ngram"})
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
-        assert engine.state.speculator is not None and engine.state.speculator._chooser is not None
+        assert engine.state.speculator is not None and engine.state.speculator.chooser is not None
         cases = draw_cases(tiny, 24, seed=5, every_field=True)
         plain = run(tiny, cases, 1)
         for seed in range(3):
@@ -401,7 +416,7 @@ def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
     monkeypatch.setattr(
         LiveSequence, "decode_text", lambda self: takes.append(self.request_id) or decode(self)
     )
-    monkeypatch.setattr(engine.state.speculator, "_chooser", chooser := WidthChooser(CHEAP))
+    choose_with(engine, chooser := WidthChooser(CHEAP))
     monkeypatch.setattr("xla_engine.engine.speculation.speculator.SAMPLE", 3)
     engine.lag = 1
     counts = []
@@ -434,7 +449,7 @@ def test_a_row_is_looked_up_once_in_a_turn(
             return super().propose(name, most)
 
     engine.lag = 1
-    monkeypatch.setattr(engine.state.speculator, "_chooser", WidthChooser(CHEAP))
+    choose_with(engine, WidthChooser(CHEAP))
     outputs = known(run(tiny, _free(6), 0))
     drafts = Speculator.drafts
 
@@ -463,7 +478,7 @@ class OfText(Recorded):
 def test_looks_learn_whether_guesses_come_true_before_a_step_is_spent(
     tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch, right: float
 ) -> None:
-    monkeypatch.setattr(engine.state.speculator, "_chooser", chooser := WidthChooser(CHEAP))
+    choose_with(engine, chooser := WidthChooser(CHEAP))
     engine.lag = 1
     plain = run(tiny, _free(6), 0)
     engine.draft_with(OfText(known(plain), right))
@@ -482,7 +497,7 @@ def test_looks_learn_whether_guesses_come_true_before_a_step_is_spent(
 def test_drafts_that_are_always_wrong_are_few(
     tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.state.speculator, "_chooser", WidthChooser(CHEAP))
+    choose_with(engine, WidthChooser(CHEAP))
     engine.lag = 1
     plain = run(tiny, _free(6), 0)
     engine.draft_with(Recorded(known(plain), right=0.0))

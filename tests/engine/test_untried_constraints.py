@@ -28,8 +28,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
-        self._real = trials._PROCESS.ask
-        monkeypatch.setattr(trials._PROCESS, "ask", self._ask)
+        self._real = trials.PROCESS.ask
+        monkeypatch.setattr(trials.PROCESS, "ask", self._ask)
 
     def _ask(self, *arguments: Any) -> Any:
         self.entered.set()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.command_line import invoke
+from tests.support.command_line import commands_use, invoke
 from tests.support.record_edits import altered, other_hash, put
 from tests.support.tiers import default
-from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.record import Record, read_record, to_json, write_record
 
@@ -23,12 +20,7 @@ def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     """Always the tiny engine; the list records the requested options."""
     asked: list[dict[str, Any]] = []
 
-    @contextlib.contextmanager
-    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
-        asked.append(options)
-        yield tiny
-
-    monkeypatch.setattr(cli._common, "load_engine", load)
+    commands_use(monkeypatch, lambda options: asked.append(options) or tiny)
     return asked
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.command_line import commands_use
 from tests.support.faults import (
     FAULTY,
     attend_everything_writes,
@@ -155,11 +155,7 @@ def test_command_line(
     engine = faulty("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot)
     served = [engine]
 
-    @contextlib.contextmanager
-    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
-        yield served[0]
-
-    monkeypatch.setattr(cli._common, "load_engine", load)
+    commands_use(monkeypatch, lambda _: served[0])
     big, small = tmp_path / "big.json", tmp_path / "small.json"
     verified = CliRunner().invoke(
         cli.main, ["verify", "--requests", "35", "--seed", "4", "--record", str(big)]

@@ -147,7 +147,7 @@ def test_each_broken_file_has_one_result(reader: PictureReader) -> None:
         except InvalidImageError as error:
             assert str(error).startswith("images[0]: ")
             results[error.code] += 1
-        workers.add(reader.decoder._process._process)
+        workers.add(reader.decoder._process.process)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{dict(results)}, {len(workers)} workers, peak memory {before >> 10} then {after >> 10} MiB")
     assert sum(results.values()) == COUNT, results

@@ -44,6 +44,8 @@ CEILINGS = {
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
     "lines of instruments, per thousand": 146,
+    "names that tests patch, per 10,000 lines": 66,
+    "private names that tests use, per 10,000 lines": 40,
 }
 
 
@@ -83,6 +85,21 @@ def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
                 yield path, node
 
 
+def is_patch(node: ast.AST) -> bool:
+    """Whether a test puts something in the place of a name of the program."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"
+
+
+def is_private(node: ast.AST) -> bool:
+    """Whether a test reads a private name of something else; the methods of named tuples are none."""
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.name[0] == "_" for alias in node.names)
+    if not isinstance(node, ast.Attribute) or node.attr in ("_replace", "_repr_html_"):
+        return False
+    own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    return node.attr[0] == "_" and not node.attr.startswith("__") and not own
+
+
 @functools.cache
 def measured() -> dict[str, int]:
     found: dict[str, int] = {}
@@ -99,6 +116,11 @@ def measured() -> dict[str, int]:
     total = {path.relative_to(ROOT).as_posix(): lines(path) for path in sources()}
     instruments = sum(count for name, count in total.items() if name.startswith(INSTRUMENTS))
     found["lines of instruments, per thousand"] = 1000 * instruments // sum(total.values())
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    nodes = [node for path in tests for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    parts = sum(map(lines, tests)) / 10_000
+    found["names that tests patch, per 10,000 lines"] = int(sum(map(is_patch, nodes)) / parts)
+    found["private names that tests use, per 10,000 lines"] = int(sum(map(is_private, nodes)) / parts)
     return found
 
 

@@ -6,13 +6,24 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.support import fake_loop
 from tests.support.faults import credit_goes_to_the_slot
 from tests.support.storms import storm
-from xla_engine.scheduler import Chunk, Events, Plan, Scheduler, Slot, Slots, StepResult, WaitingQueue, policy
+from xla_engine.scheduler import (
+    Chunk,
+    Events,
+    Plan,
+    Scheduler,
+    Slot,
+    Slots,
+    StepResult,
+    WaitingQueue,
+    pipeline,
+    policy,
+)
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps import commit as crediting
 from xla_engine.scheduler.steps.commit import Committer
@@ -85,15 +96,15 @@ def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None
 
 def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault: a request continues after a restart although its state on the device is gone."""
-    restarted = fake_loop.restarted
+    restarted = pipeline.restarted
 
-    def careless(old: Scheduler) -> Scheduler:
-        fresh = restarted(old)
+    def careless(old: Scheduler, *given: Any) -> Scheduler:
+        fresh = restarted(old, *given)
         for request_id, state in old.states.items():
             fresh.states[request_id].credited = state.credited
         return fresh
 
-    monkeypatch.setattr(fake_loop, "restarted", careless)
+    monkeypatch.setattr(pipeline, "restarted", careless)
 
 
 def one_slot_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.command_line import assert_not_started, invoke
+from tests.support.command_line import assert_not_started, commands_use, invoke
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.tiers import default
-from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.errors import InvalidRequestError, LogitsFileError
@@ -277,12 +276,11 @@ def test_the_command_tells_what_is_wrong_before_it_loads_a_model(tmp_path: Path)
 def test_an_error_of_the_measurement_is_one_line(
     engines: dict[str, XlaBatchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def load(options: dict[str, Any], **_: Any) -> Iterator[XlaBatchEngine]:
+    def engine_for(options: dict[str, Any]) -> XlaBatchEngine:
         assert options["max_model_len"] == 65, "a window and the sampled token"
-        yield engines["float32"]
+        return engines["float32"]
 
-    monkeypatch.setattr(cli._common, "load_engine", load)
+    commands_use(monkeypatch, engine_for)
     text = tmp_path / "text.txt"
     text.write_text("words")
     for more in ((), ("--max-model-len", "64")):

@@ -25,7 +25,6 @@ from xla_engine.openai.requests import LineError, parse_record
 from xla_engine.openai.response_items import OTHER_ITEMS
 from xla_engine.openai.responses import MessageLogprobs, ResponseBuilder, chat_body
 from xla_engine.openai.results import ResultHeader
-from xla_engine.server import responses
 from xla_engine.server.errors import ApiError
 from xla_engine.server.responses import Memory, StoredItem
 from xla_engine.utils import warn_once
@@ -173,10 +172,8 @@ def test_a_response_follows_another_that_was_kept(client: openai.OpenAI, stream:
             client.responses.create(**{**ASK, "previous_response_id": gone})
 
 
-def test_memory_is_bounded_and_shows_nobody_anothers_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "TENANT_BYTES", 3300)
-    monkeypatch.setattr(responses, "TOTAL_BYTES", 4800)
-    memory = Memory()
+def test_memory_is_bounded_and_shows_nobody_anothers_responses() -> None:
+    memory = Memory(tenant_bytes=3300, total_bytes=4800)
 
     def item(size: int) -> StoredItem:
         return StoredItem("", msgspec.Raw(msgspec.json.encode("x" * size)))
@@ -275,9 +272,8 @@ def test_a_reference_to_an_item_of_a_stored_input_is_the_item(
         client.responses.create(**{**asked, "input": mixed})
 
 
-def test_memory_forgets_items_with_their_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "TENANT_BYTES", 3000)
-    memory = Memory()
+def test_memory_forgets_items_with_their_response() -> None:
+    memory = Memory(tenant_bytes=3000)
     for number in range(20):
         items = [{"id": f"i{number}", "x": "x" * 100}, {"id": "of all", "x": number}]
         memory.keep("a", {"id": f"r{number}"}, [StoredItem.of(item) for item in items])

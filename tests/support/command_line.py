@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 from xla_engine import cli
@@ -15,6 +18,16 @@ ROOT = Path(__file__).parents[2]
 
 def invoke(*arguments: str | Path, stdin: bytes | None = None) -> Result:
     return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], input=stdin)
+
+
+def commands_use(monkeypatch: pytest.MonkeyPatch, engine_for: Callable[[dict[str, Any]], Any]) -> None:
+    """Commands get `engine_for(options)` in place of the engine that they would load."""
+
+    @contextmanager
+    def load(options: dict[str, Any], **_: Any) -> Iterator[Any]:
+        yield engine_for(options)
+
+    monkeypatch.setattr("xla_engine.cli._common.load_engine", load)
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ class FakeEngine:
 
     on_step: called with the number of each step before anything happens; what it raises, the step raises. A prompt
     that holds "!" is refused.
-    submitted, aborted: ids, in order. params: of the submitted. peak: live requests at most.
+    submitted, aborted: ids, in order. params: of the submitted. peak: live requests at most. made_as: its identity.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class FakeEngine:
         self.finished: Counter[FinishReason] = Counter()
         self.closed = False
         self.ended: dict[str, FakeRequest] = {}
+        self.made_as = EngineIdentity(model="fake", dtype="none", config={}, platform={})
         self._random = random.Random(seed)
         self.on_step = on_step
 
@@ -263,7 +264,7 @@ class FakeEngine:
         return {"model": "fake"}
 
     def identity(self) -> EngineIdentity:
-        return EngineIdentity(model="fake", dtype="none", config={}, platform={})
+        return self.made_as
 
     def close(self) -> None:
         for request_id in list(self.live):

@@ -25,7 +25,7 @@ from xla_engine.scheduler import (
     stored_blocks,
 )
 from xla_engine.scheduler.peek import peek
-from xla_engine.scheduler.pipeline import restarted
+from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.snapshot import NEXT
 
@@ -56,6 +56,8 @@ class Life:
 class Loop:
     """The engine's loop: `turn(lag)` plans a step, starts it, and reads those older than `lag` steps.
 
+    The pipeline is the engine's own. Steps are read as late as `lag` allows, even where its `depth` is smaller.
+
     peeks: look first at what each plan will be, and see that it is that.
     draw: decides which stored blocks can be read.
     loaded: blocks that were loaded.
@@ -64,7 +66,7 @@ class Loop:
     peeks = False
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.scheduler = Scheduler(config)
+        self.pipeline: StepPipeline[tuple[Plan, StepResult]] = StepPipeline(Scheduler(config), lag=0)
         self.runner = FakeRunner(config)
         self.live: dict[str, Life] = {}
         self.queue: dict[str, tuple[int, int]] = {}  # id to its place
@@ -72,12 +74,19 @@ class Loop:
         self.now = 0.0
         self.ended: list[Life] = []
         self.plans: list[Plan] = []
-        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.preempted: Counter[str] = Counter()
         self.speculation: Speculation | None = None  # of the next plans
         self.blocked: frozenset[str] = frozenset()  # likewise
         self.draw = random.Random(0)
         self.loaded = 0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.pipeline.scheduler
+
+    @property
+    def in_flight(self) -> deque[tuple[Plan, StepResult]]:
+        return self.pipeline.in_flight
 
     def submit(self, request: Request) -> None:
         stored = stored_blocks.loadable(self.scheduler, request, self._count_outside)
@@ -126,9 +135,8 @@ class Loop:
 
     def restart(self) -> None:
         """The device's state is lost: begin again with everything that lives."""
-        self.scheduler = restarted(self.scheduler)
+        self.pipeline.restart(None, self.live)
         self.runner.lose_everything()
-        self.in_flight.clear()
         for request_id, life in self.live.items():
             life.samples.clear()  # they come again
             life.had_slot = life.had_slot or request_id not in self.queue

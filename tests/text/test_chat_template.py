@@ -18,7 +18,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ChatTemplateError, CheckpointError, InvalidRequestError
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.text.chat_template import _PROCESS, Message, chosen_template, render_chat
+from xla_engine.text.chat_template import PROCESS, Message, chosen_template, render_chat
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -174,7 +174,7 @@ def test_text_parts_are_joined_and_json_arguments_are_objects() -> None:
 
 def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     render_chat(HELLO, PLAIN)
-    process = _PROCESS._process
+    process = PROCESS.process
     assert process is not None and process.stdout is not None
 
     def interrupted() -> str:
@@ -188,9 +188,9 @@ def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.Mo
 
 def test_a_process_killed_from_outside_is_replaced() -> None:
     render_chat(HELLO, PLAIN)
-    assert isinstance(_PROCESS._process, subprocess.Popen)
-    os.kill(_PROCESS._process.pid, signal.SIGKILL)
-    _PROCESS._process.wait()
+    assert isinstance(PROCESS.process, subprocess.Popen)
+    os.kill(PROCESS.process.pid, signal.SIGKILL)
+    PROCESS.process.wait()
     assert render_chat(HELLO, PLAIN) == "user: Hello\n>"
 
 

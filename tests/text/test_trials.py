@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from xla_engine.text import grammar as grammars
 from xla_engine.text import trials
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.trials import ConstraintTrials
+from xla_engine.text.worker_process import WorkerProcess
 
 pytest.importorskip("llguidance")
 
@@ -104,7 +106,7 @@ def test_a_run_lives_through_such_lines_and_so_does_its_resume(tmp_path: Path) -
 def test_depth_and_integers_are_bounded_before_any_trial(
     embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch, schema: Any, message: str
 ) -> None:
-    monkeypatch.setattr(trials._PROCESS, "ask", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(trials.PROCESS, "ask", lambda *_: pytest.fail("it was tried"))
     with pytest.raises(InvalidRequestError, match=message):
         submit(embedded, {"json": schema})
 
@@ -113,35 +115,33 @@ def test_a_verdict_is_remembered_and_only_so_many_are(
     embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    real = trials._PROCESS.ask
-    monkeypatch.setattr(trials._PROCESS, "ask", lambda *given: asked.append(given) or real(*given))
+    real = trials.PROCESS.ask
+    monkeypatch.setattr(trials.PROCESS, "ask", lambda *given: asked.append(given) or real(*given))
     for _ in range(3):
         with pytest.raises(InvalidRequestError, match="ended its process"):
             submit(embedded, {"json": {"enum": [-(2**63), "remembered"]}})
     assert sum("try_constraint" in request for _, request in asked) in (1, 2)  # 2: the tokenizer was not kept
-    monkeypatch.setattr(trials, "_VERDICTS", 2)
-    monkeypatch.setattr(trials._PROCESS, "ask", lambda *given: asked.append(given) or {})
-    tried = ConstraintTrials((b"a",), (), (0,), {})
     asked.clear()
+    process = SimpleNamespace(ask=lambda *given: asked.append(given) or {})
+    tried = ConstraintTrials((b"a",), (), (0,), {}, process=process, most_verdicts=2)
     assert all(tried.why_not(grammar) is None for grammar in "abacab")
     assert [json.loads(request)["grammar"] for _, request in asked] == ["a", "b", "c", "b"]
 
 
-def test_the_tokenizer_is_told_once_and_again_to_a_new_process(
-    embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokenizer_is_told_once_and_again_to_a_new_process(embedded: XlaBatchEngine) -> None:
     """A constraint that kills its child process does not lose the cached tokenizer; a killed worker is replaced and
     initialised again."""
     assert embedded.tokenizer is not None
-    tried = ConstraintTrials([embedded.tokenizer.token_bytes(n) for n in range(4096)], (0,), (0,), {})
     kinds: list[str] = []
-    real = trials._PROCESS.ask
 
-    def ask(seconds: float, request: str) -> dict[str, Any]:
+    worker = WorkerProcess("trial_worker.py")
+
+    def ask(cpu_limit_s: float, request: str) -> dict[str, Any]:
         kinds.append(json.loads(request)["kind"])
-        return real(seconds, request)
+        return worker.ask(cpu_limit_s, request)
 
-    monkeypatch.setattr(trials._PROCESS, "ask", ask)
+    vocabulary = [embedded.tokenizer.token_bytes(n) for n in range(4096)]
+    tried = ConstraintTrials(vocabulary, (0,), (0,), {}, process=SimpleNamespace(ask=ask))
 
     def why_not(schema: object) -> str | None:
         return tried.why_not(json.dumps({"grammars": [{"json_schema": schema}]}))
@@ -152,13 +152,14 @@ def test_the_tokenizer_is_told_once_and_again_to_a_new_process(
     assert "ended its process" in str(why_not({"const": -(2**63)}))
     assert why_not({"const": 3}) is None
     assert kinds == ["try_constraint"] * 3
-    process = trials._PROCESS._process
+    process = worker.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     kinds.clear()
     assert why_not({"const": 4}) is None
     assert kinds == ["try_constraint", "keep_tokenizer", "try_constraint"]
+    worker.stop()
 
 
 def test_workers_know_no_jax() -> None:
@@ -192,15 +193,13 @@ def test_a_row_whose_masks_take_too_long_ends_alone(
     assert comparable(outputs["peer"]) == comparable(alone)
 
 
-def test_without_its_process_a_constraint_is_refused(
-    embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_process_a_constraint_is_refused(embedded: XlaBatchEngine) -> None:
     assert embedded.tokenizer is not None
-    compiler = Grammars(embedded.tokenizer, 4096, (0,))
-    monkeypatch.setattr(trials, "_PROCESS", trials.WorkerProcess("no_such_worker.py"))
+    process = SimpleNamespace(ask=WorkerProcess("no_such_worker.py").ask)
+    compiler = Grammars(embedded.tokenizer, 4096, (0,), process=process)
     wanted = SamplingParams(structured_outputs={"regex": "abc"}).structured_outputs
     assert wanted is not None
     with pytest.raises(InvalidRequestError, match=r"regex 'abc': compiling it ended its process \(status"):
         compiler.matcher(wanted)
-    monkeypatch.undo()
+    process.ask = trials.PROCESS.ask
     compiler.matcher(wanted)

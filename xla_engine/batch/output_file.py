@@ -36,8 +36,9 @@ class OutputFile:
     empty is removed. Raises OutputError and OSError.
     """
 
-    def __init__(self, path: str, mode: Mode) -> None:
+    def __init__(self, path: str, mode: Mode, *, check_every_s: float = CHECK_EVERY_S) -> None:
         self._mode = mode
+        self._check_every_s = check_every_s
         self._sink: Sink | None = None
         self._path: Path | None = None
         if path == "-":
@@ -83,7 +84,7 @@ class OutputFile:
             self._start = os.fstat(self.file.fileno()).st_size
         packed = self._path is not None and is_packed(self._path)
         self._sink = Sink(self.file, packed=packed)
-        self._next_check = time.monotonic() + CHECK_EVERY_S
+        self._next_check = time.monotonic() + self._check_every_s
         return self
 
     def write(self, data: bytes) -> None:
@@ -92,7 +93,7 @@ class OutputFile:
         self._sink.write(data)
         if time.monotonic() >= self._next_check:
             self._check(self._sink.written)
-            self._next_check = time.monotonic() + CHECK_EVERY_S
+            self._next_check = time.monotonic() + self._check_every_s
 
     def close(self) -> None:
         """Flush and unlock the file. Idempotent."""

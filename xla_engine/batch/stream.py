@@ -59,6 +59,7 @@ class EventStream:
     defaults: sampling fields for requests that do not set them.
     on_turn: called after every engine step.
     keep_finished: number of finished requests to remember, so that they can be extended.
+    max_unfinished, max_unsent: live requests, and bytes of unread events, at which no further request is started.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class EventStream:
         max_line_bytes: int = MAX_LINE_BYTES,
         keep_finished: int = 0,
         on_turn: Callable[[], None] | None = None,
+        max_unfinished: int = MAX_UNFINISHED,
+        max_unsent: int = MAX_UNSENT,
     ) -> None:
         self.totals = RunTotals()
         self._engine = engine
@@ -79,6 +82,7 @@ class EventStream:
         self._defaults = dict(defaults or {})
         self._max_line_bytes = max_line_bytes
         self._on_turn = on_turn
+        self._max_unfinished, self._max_unsent = max_unfinished, max_unsent
         self._arrived: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
         self._names = Names(keep_finished)
         self._live = self._names.live
@@ -133,11 +137,11 @@ class EventStream:
     def _take_lines(self) -> None:
         """Handle the lines that have arrived; wait for one if no request is live."""
         self._controls.settle()
-        while not (self._ended or self._controls.holds) and len(self._live) < MAX_UNFINISHED:
-            if self._events.unsent >= MAX_UNSENT:
+        while not (self._ended or self._controls.holds) and len(self._live) < self._max_unfinished:
+            if self._events.unsent >= self._max_unsent:
                 if self._live:
                     return
-                self._events.wait_until_below(MAX_UNSENT)
+                self._events.wait_until_below(self._max_unsent)
             line = self._next_line()
             if isinstance(line, queue.Empty):
                 return

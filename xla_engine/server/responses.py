@@ -169,7 +169,9 @@ class Memory:
     """The newest responses with `store: true`, as JSON. If full, the tenant with the most bytes loses its oldest
     ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tenant_bytes: int = TENANT_BYTES, total_bytes: int = TOTAL_BYTES) -> None:
+        """tenant_bytes, total_bytes: the most that one tenant and all have."""
+        self._tenant_bytes, self._total_bytes = tenant_bytes, total_bytes
         self._kept: defaultdict[str, OrderedDict[str, tuple[bytes, bytes]]] = defaultdict(OrderedDict)
         self._held: defaultdict[str, int] = defaultdict(int)
         self._items: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)  # ids, by responses with them
@@ -183,9 +185,9 @@ class Memory:
         ids = self._items[tenant][name] = [item.name for item in items]
         self._holders[tenant].update(dict.fromkeys(ids, name))
         self._held[tenant] += _size(data, ids)
-        while self._held.get(tenant, 0) > TENANT_BYTES:
+        while self._held.get(tenant, 0) > self._tenant_bytes:
             self._forget(tenant)
-        while sum(self._held.values()) > TOTAL_BYTES:
+        while sum(self._held.values()) > self._total_bytes:
             self._forget(max(self._held, key=self._held.__getitem__))
 
     def held(self, tenant: str) -> int:

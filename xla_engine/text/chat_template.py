@@ -44,12 +44,12 @@ _PROBE = "xla engine probe"
 _MARK = "\ue000continue here\ue000 "  # appended to the message to continue; private use characters
 
 
-_PROCESS = WorkerProcess("chat_worker.py")
+PROCESS = WorkerProcess("chat_worker.py")
 
 
 def begin_rendering() -> None:
     """Start the process in which `render_chat` renders, while something else happens here."""
-    _PROCESS.start()
+    PROCESS.start()
 
 
 def chosen_template(own: ChatTemplate | None, source: str | None) -> ChatTemplate | None:
@@ -116,7 +116,7 @@ def render_chat(
         source, special_tokens = template.source(with_tools=bool(tools)), dict(template.special_tokens)
     if len(source) > MAX_TEMPLATE:
         raise ChatTemplateError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE}")
-    worker = process or _PROCESS
+    worker = process or PROCESS
     in_parts = _TYPES in source and _prints_only_parts(source, worker, cpu_limit_s)
     knows_developer = any(quoted in source for quoted in _DEVELOPER)
     render = partial(_render, source, cpu_limit_s=cpu_limit_s, max_characters=max_characters, process=worker)

@@ -31,7 +31,8 @@ from xla_engine.text.constraint_forms import (
 )
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.text.trial_worker import mask_tokenizer
-from xla_engine.text.trials import TRIAL_ENDED, ConstraintTrials
+from xla_engine.text.trials import PROCESS, TRIAL_ENDED, ConstraintTrials
+from xla_engine.text.worker_process import WorkerProcess
 from xla_engine.utils.extras import install
 from xla_engine.utils.shown import shown
 
@@ -171,8 +172,18 @@ class Matcher:
 class Grammars:
     """Compiles constraints for one model. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError if llguidance is not installed, or if the model has no eos id."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        process: WorkerProcess = PROCESS,
+    ) -> None:
+        """process: tries constraints.
+
+        Raises InvalidRequestError if llguidance is not installed, or if the model has no eos id.
+        """
         try:
             import llguidance
         except ImportError as error:
@@ -191,7 +202,7 @@ class Grammars:
             mask_tokenizer, tokens, special, eos_token_ids, tokenizer.inner_ids
         )
         self._tokenizer: Any = None  # made for the first mask
-        self._trials = ConstraintTrials(tokens, special, eos_token_ids, _LIMITS)
+        self._trials = ConstraintTrials(tokens, special, eos_token_ids, _LIMITS, process=process)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()  # by constraint_text

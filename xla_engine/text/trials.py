@@ -17,10 +17,10 @@ from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess, why_
 
 CONSTRAINT_CPU_S = 1.0  # CPU time to compile a constraint and follow it for some tokens
 TOKENIZER_CPU_S = 10.0  # CPU time to load a tokenizer
-_VERDICTS = 4096
+MOST_VERDICTS = 4096  # of a vocabulary
 TRIAL_ENDED = ("trying it", "compiling it")  # how a verdict begins when a process ended
 
-_PROCESS = WorkerProcess("trial_worker.py")
+PROCESS = WorkerProcess("trial_worker.py")
 
 
 class ConstraintTrials:
@@ -32,8 +32,13 @@ class ConstraintTrials:
         special_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
         limits: dict[str, Any],
+        *,
+        process: WorkerProcess = PROCESS,
+        most_verdicts: int = MOST_VERDICTS,
     ) -> None:
-        """tokens, ...: see `mask_tokenizer`. limits: the fields of `llguidance.LLParserLimits`."""
+        """tokens, ...: see `mask_tokenizer`. limits: the fields of `llguidance.LLParserLimits`.
+        most_verdicts: how many are kept."""
+        self._process, self._most_verdicts = process, most_verdicts
         kept = {
             "tokens": [token.decode("latin-1") for token in tokens],
             "special_token_ids": list(special_token_ids),
@@ -59,17 +64,17 @@ class ConstraintTrials:
             return f"compiling it {error}; send it again"
         with self._lock:
             self._verdicts[key] = verdict
-            if len(self._verdicts) > _VERDICTS:
+            if len(self._verdicts) > self._most_verdicts:
                 self._verdicts.popitem(last=False)
         return verdict
 
     def _ask(self, grammar: str) -> dict[str, Any]:
         fields = {"tokenizer": self._name, "grammar": grammar, "limits": self._limits}
         request = json.dumps({"kind": "try_constraint", "seconds": CONSTRAINT_CPU_S, **fields})
-        answer = _PROCESS.ask(CONSTRAINT_CPU_S, request)
+        answer = self._process.ask(CONSTRAINT_CPU_S, request)
         if answer.get("kept") is False:
-            _PROCESS.ask(TOKENIZER_CPU_S, self._set_up)
-            answer = _PROCESS.ask(CONSTRAINT_CPU_S, request)
+            self._process.ask(TOKENIZER_CPU_S, self._set_up)
+            answer = self._process.ask(CONSTRAINT_CPU_S, request)
         return answer
 
 
@@ -78,7 +83,7 @@ def why_not_load(tokenizer: Path) -> str | None:
     fields = {"path": str(tokenizer.absolute()), "max_growth": MAX_GROWTH, "seconds": TOKENIZER_CPU_S}
     request = {"kind": "try_tokenizer", **fields}
     try:
-        return _verdict(_PROCESS.ask(TOKENIZER_CPU_S, json.dumps(request)), TOKENIZER_CPU_S)
+        return _verdict(PROCESS.ask(TOKENIZER_CPU_S, json.dumps(request)), TOKENIZER_CPU_S)
     except WorkerEndedError as error:
         return f"trying it {error}"
 

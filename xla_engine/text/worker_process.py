@@ -20,13 +20,14 @@ class WorkerProcess:
     """A process that answers requests with a worker file. Starts on first use or by `start`, and again if it dies.
 
     Thread-safe; requests are answered one at a time. The process ends with its parent.
+    process: the running one; None before the first.
     """
 
     def __init__(self, worker: str) -> None:
         """worker: a worker file in this folder, or the path of one; see `worker_main`."""
         self._files = [str(Path(__file__).parent / name) for name in ("worker_main.py", worker)]
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
         self._owner = 0
         atexit.register(self.stop)
 
@@ -60,11 +61,11 @@ class WorkerProcess:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._owner != os.getpid():  # inherited by a fork: the process belongs to the parent
-            self._process, self._owner = None, os.getpid()
-        if self._process is None or self._process.poll() is not None:
+            self.process, self._owner = None, os.getpid()
+        if self.process is None or self.process.poll() is not None:
             self.stop()
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-P", *self._files],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -73,10 +74,10 @@ class WorkerProcess:
                 )
             except OSError as error:
                 raise WorkerEndedError(f"cannot start its process ({error})") from error
-        return self._process
+        return self.process
 
     def stop(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
             with contextlib.suppress(OSError):  # unflushed data has no reader

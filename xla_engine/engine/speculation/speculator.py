@@ -220,7 +220,8 @@ class Speculator:
         *,
         on_device: bool = False,
     ) -> None:
-        """lanes: the most rows of a verify step, by width. chooser: None if there is only one width.
+        """lanes: the most rows of a verify step, by width.
+        chooser: None if there is only one width; may be replaced while the engine is idle, as the proposer is.
         on_device: verify steps draft on the device for rows without a proposal."""
         self.drafted = 0
         self.accepted = 0
@@ -228,7 +229,7 @@ class Speculator:
         self.replay: ReplayControl | None = None
         self._table = table
         self._lanes = lanes
-        self._chooser = chooser
+        self.chooser = chooser
         self._on_device = on_device
         self._told: dict[str, int] = {}  # by sequence: output tokens that the proposer knows
         self._looked: dict[str, Proposal] = {}  # the latest proposals that were not verified
@@ -259,31 +260,31 @@ class Speculator:
         self._proposed.clear()
         if self.replay is not None:
             return self.replay.wanted()
-        if self._chooser is None:
+        if self.chooser is None:
             ((width, lanes),) = self._lanes.items()
             return Speculation(width, lanes)
-        if not self._chooser.looks:
+        if not self.chooser.looks:
             return None
         running, widest = scheduler.decoding, max(self._lanes)
         # While rows do not speculate, the proposals of a sample of them stand for all.
-        stands_for = 1 if self._chooser.is_on else -(-len(running) // SAMPLE) or 1
+        stands_for = 1 if self.chooser.is_on else -(-len(running) // SAMPLE) or 1
         proposed = {name: self._held(name).first(widest - 1) for name in running[::stands_for]}
         unseen = widest - 1 if self._on_device else 0
         proposals = [*proposed.values()] * stands_for
         found = [(len(tokens) or unseen, match) for tokens, match in proposals if tokens or unseen]
-        width = self._chooser.choose(len(running), found[: len(running)])
+        width = self.chooser.choose(len(running), found[: len(running)])
         if not width:
             self._looked = {name: each for name, each in proposed.items() if each.match < CERTAIN}
         return None if width == 0 else Speculation(width, self._lanes.get(width, len(running)))
 
     def foreseen(self, scheduler: Scheduler) -> Speculation | None:
         """What `wanted` would return now, without counting a step."""
-        chooser = self._chooser
-        self._chooser = copy.copy(chooser)
+        chooser = self.chooser
+        self.chooser = copy.copy(chooser)
         try:
             return self.wanted(scheduler)
         finally:
-            self._chooser = chooser
+            self.chooser = chooser
 
     def drafts(self, plan: Plan) -> dict[str, Draft]:
         """The drafts for the rows of a verify step, by request id."""
@@ -327,8 +328,8 @@ class Speculator:
                 self._table.histograms.accepted_drafts.add(accepted)
             if sequence is not None:
                 sequence.count_drafts(drafted, accepted)
-            if self._chooser is not None and drafted:
-                self._chooser.acceptance.observe(matches.get(row.request_id, 0), drafted, accepted)
+            if self.chooser is not None and drafted:
+                self.chooser.acceptance.observe(matches.get(row.request_id, 0), drafted, accepted)
 
     def _held(self, name: str) -> Proposal:
         """The longest proposal that a step may use, made once in a turn."""
@@ -359,7 +360,7 @@ class Speculator:
 
     def _learn(self, proposal: Proposal | None, tokens: Sequence[int]) -> None:
         """Compare an unverified proposal with the tokens that came, to learn the acceptance without a verify step."""
-        if proposal is not None and self._chooser is not None:
+        if proposal is not None and self.chooser is not None:
             pairs = list(zip(proposal.tokens, tokens, strict=False))
             right = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
-            self._chooser.acceptance.observe(proposal.match, len(pairs), right)
+            self.chooser.acceptance.observe(proposal.match, len(pairs), right)
