@@ -35,17 +35,17 @@ READ_SETS = {  # what a reader wants to do: the page and section that names the 
 }
 CEILINGS = {
     "lines to add a sampling parameter": 1114,
-    "lines to add an output to a step": 1423,
+    "lines to add an output to a step": 1440,
     "lines to change what a norm computes": 1114,
-    "lines to find a bug in stop strings": 613,
-    "lines to see how a step works": 1703,
+    "lines to find a bug in stop strings": 620,
+    "lines to see how a step works": 1720,
     "files to see how a step works": 8,
     "class names used twice": 8,
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
     "lines of instruments, per thousand": 146,
-    "names that tests patch, per 10,000 lines": 66,
-    "private names that tests use, per 10,000 lines": 40,
+    "names that tests patch, per 10,000 lines": 52,
+    "private names that tests use, per 10,000 lines": 24,
 }
 
 
