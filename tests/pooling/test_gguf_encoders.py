@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, processors
+from tokenizers import decoders, normalizers, processors
 
 from tests.model_loader.test_gguf_tokenizer import fill_byte_level
 from tests.pooling.test_encoder_families import GOLDEN
@@ -249,11 +249,42 @@ def test_ids_are_those_of_the_tokenizer(
     assert found.decode(one.ids) == original.decode(one.ids)
 
 
+def cased_pieces() -> Any:
+    """WordPiece's with a word that has a capital letter, and one with an accent."""
+    state = json.loads(word_piece().to_str())
+    for word in ("Cat", "é"):
+        state["model"]["vocab"][word] = len(state["model"]["vocab"])
+    state["normalizer"]["lowercase"] = False
+    found = type(word_piece()).from_str(json.dumps(state))
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
+@pytest.mark.parametrize("accents", [None, True, False])
+@pytest.mark.parametrize("lower", [True, False])
+def test_newer_files_say_what_becomes_of_case_and_accents(
+    lower: bool, accents: bool | None, tmp_path: Path
+) -> None:
+    original = cased_pieces()
+    original.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=accents)
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        word_pieces(original)(writer)
+        writer.add_bool("tokenizer.ggml.normalizer.lowercase", lower)
+        if accents is not None:
+            writer.add_bool("tokenizer.ggml.normalizer.strip_accents", accents)
+
+    found = rebuilt(tmp_path, fill)
+    seen = set[tuple[int, ...]]()
+    for text in ("Cat cat CAT", "\u00e9 \u00c9 e\u0301 e", "the Cats \u4e16\u754c"):
+        assert found.encode(text).ids == original.encode(text).ids
+        seen.add(tuple(found.encode(text).ids))
+    assert len(seen) == 3 and (original.token_to_id("Cat") in found.encode("Cat").ids) is not lower
+
+
 def test_a_vocabulary_with_capitals_needs_its_tokenizer(tmp_path: Path) -> None:
-    backend = word_piece()
-    state = json.loads(backend.to_str())
-    state["model"]["vocab"]["Cat"] = len(state["model"]["vocab"])
-    cased = type(backend).from_str(json.dumps(state))
+    cased = cased_pieces()
     model = write_encoder(
         tmp_path / "model", encoder_tensors(BERT), "BertModel", BERT, vocab_size=CONFIG["vocab_size"]
     )

@@ -190,8 +190,12 @@ def _pieces(file: GgufReader, tokens: list[str]) -> list[str]:
 
 
 def _word_piece(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """BERT's. The metadata do not say whether text becomes lower case, but a vocabulary of lower case tells it."""
-    if any(
+    """BERT's. Newer files say whether text becomes lower case and loses its accents; in others, a vocabulary of lower
+    case tells it."""
+    lower, accents = (
+        file.get(f"tokenizer.ggml.normalizer.{name}") for name in ("lowercase", "strip_accents")
+    )
+    if lower is None and any(
         token != token.lower()
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
         if kind == _NORMAL and token[0] != "["
@@ -199,10 +203,12 @@ def _word_piece(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
         raise _inexact(
             file, "its vocabulary has capital letters, and the metadata do not say whether text keeps its own"
         )
+    if not {type(lower), type(accents)} <= {bool, type(None)}:
+        raise _inexact(file, "how it changes the case and the accents of text is not said by true or false")
     unknown = file.get("tokenizer.ggml.unknown_token_id")
     name = "[UNK]" if unknown is None else vocabulary.token(unknown, file)
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary.ids, unk_token=name))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lower is not False, strip_accents=accents)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     return backend
