@@ -20,12 +20,15 @@ class FeatureSpan(NamedTuple):
 
     at: the first of these positions, counted from the start of the chunk. length: how many there are.
     place, row: where the first of their features is in the feature buffer.
+    begin, end: of all positions of the tile, counted as `at`: the first one, and one past the last.
     """
 
     at: int
     place: int
     row: int
     length: int
+    begin: int
+    end: int
 
 
 class Encode(NamedTuple):

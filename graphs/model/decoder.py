@@ -58,9 +58,14 @@ class Decoder(nnx.Module):
         Of a model with several streams, `[S, N, D]` before each layer, and what the head reads of them, `[N, D]`.
         """
         x = self.embedded(tokens, call.products)
-        if self.layer_inputs is not None:
-            call = replace(call, inputs=self.layer_inputs(tokens, x, call.products))
-        return self.through(x, call)
+        return self.through(x, self.with_inputs(call, tokens, x))
+
+    def with_inputs(self, call: Call, tokens: jax.Array, x: jax.Array) -> Call:
+        """The call with embeddings of `tokens [N]` for each layer, if the model has some. x: what the layers begin
+        with, `[N, D]`."""
+        if self.layer_inputs is None:
+            return call
+        return replace(call, inputs=self.layer_inputs(tokens, x, call.products))
 
     def embedded(self, tokens: jax.Array, products: Products) -> jax.Array:
         """The residual stream of `tokens [N]` before the first layer: float32 `[N, D]`."""

@@ -54,6 +54,8 @@ class Lanes:
     adapter: i32 `[P]`, as in `Rows`, for all lanes; None in an engine without adapters.
     feature: i32 `[P, T]`, the row of the feature buffer that takes the place of the token's embedding; -1: none. None
         in an engine without pictures.
+    reach: i32 `[P, T]`, as in `AttentionCall`; None if no position sees what follows it. Tokens of a picture that see
+        each other must all be in the call.
     positions: i32 `[P, T, 3]`, each token's position in time, rows and columns, by which its key and query turn; None:
         all are its place in the slot. rope_offset: i32 `[P]`, as in `Rows`, or None.
     """
@@ -71,6 +73,7 @@ class Lanes:
     whole: jax.Array | None = None
     adapter: jax.Array | None = None
     feature: jax.Array | None = None
+    reach: jax.Array | None = None
     positions: jax.Array | None = None
     rope_offset: jax.Array | None = None
 
@@ -82,15 +85,16 @@ class PrefillForm(NamedTuple):
     head_rows: rows of output head and sampler, at least P: the same in every prefill graph so that no bit depends on
         the number of lanes.
     taps: layers whose input is returned. axes: which of `Lanes.positions` each of Dh/2 angles is of.
-    group: rows of a tile in the feature buffer, if a tile's positions see each other; they must all be in this call.
-        None: no position sees what follows.
+    only_windows: whether `Lanes.reach` is for layers with a sliding window alone.
+    blank_token: whose embeddings of each layer positions of pictures take, if the model has some.
     """
 
     step: StepForm
     head_rows: int
     taps: tuple[int, ...] = ()
-    group: int | None = None
     axes: tuple[int, ...] = ()
+    only_windows: bool = False
+    blank_token: int | None = None
 
 
 class Fed(NamedTuple):
@@ -99,6 +103,7 @@ class Fed(NamedTuple):
     tokens: i32 `[P, T]`. lanes: where they are in their slots. block_tables: as in `Rows`.
     adapter: i32 `[P]`, as in `Rows`; None: none.
     read: the rows that are read after the last layer, bool `[P * T]`; None: all. reach: as in `AttentionCall`.
+    only_windows: as in `PrefillForm`.
     angles: cosines and sines of the tokens, `[K, P, T, 2, Dh/2]`; None: those of their places in the slot.
     """
 
@@ -109,6 +114,7 @@ class Fed(NamedTuple):
     read: jax.Array | None = None
     reach: jax.Array | None = None
     angles: jax.Array | None = None
+    only_windows: bool = False
 
 
 def prefill_chunk(
@@ -129,14 +135,15 @@ def prefill_chunk(
     rows = state.rows.with_tables(tables)
     model = spec.merge(state.weights)
     products = spec.products or ROWS_LEFT
-    hidden = model.hidden if features is None else _merging(model, lanes, features)
+    hidden = model.hidden if features is None else _merging(model, lanes, features, form.blank_token)
     fed = Fed(
         lanes.tokens,
         Extents(lanes.slot, lanes.start, lanes.count),
         rows.block_tables,
         adapter=lanes.adapter,
         read=None if lanes.whole is None else _read(lanes),
-        reach=None if form.group is None else _reach(lanes, form.group),
+        reach=lanes.reach,
+        only_windows=form.only_windows,
         angles=None if lanes.positions is None else _grid_angles(rope, lanes.positions, form.axes),
     )
     updated, streams = through_layers(form.step, hidden, rope, state.cache, fed, clears=True)
@@ -170,8 +177,11 @@ def prefill_chunk(
     return updated, armed, told.packed(), told.top, streams[-1], *tapped(streams, form.taps)
 
 
-def _merging(model: Decoder, lanes: Lanes, features: jax.Array) -> Hidden:
-    """`Decoder.hidden` with features of pictures where `Lanes.feature` says so, whatever the tokens are."""
+def _merging(model: Decoder, lanes: Lanes, features: jax.Array, blank: int | None) -> Hidden:
+    """`Decoder.hidden` with features of pictures where `Lanes.feature` says so, whatever the tokens are.
+
+    blank: see `PrefillForm.blank_token`.
+    """
     assert lanes.feature is not None
     row = lanes.feature.reshape(-1)
 
@@ -181,16 +191,10 @@ def _merging(model: Decoder, lanes: Lanes, features: jax.Array) -> Hidden:
         seen, width = (row >= 0)[:, None], x.shape[1]
         x = jnp.where(seen, found[:, :width], x)
         more = [found[:, at : at + width] for at in range(width, found.shape[1], width)]
-        return model.through(x, call, [(seen, each) for each in more])
+        tokens = tokens if blank is None else jnp.where(row >= 0, blank, tokens)
+        return model.through(x, model.with_inputs(call, tokens, x), [(seen, each) for each in more])
 
     return hidden
-
-
-def _reach(lanes: Lanes, group: int) -> jax.Array:
-    """`AttentionCall.reach`: the end of a position's group; of others, the position after."""
-    assert lanes.feature is not None
-    position = lanes.start[:, None] + jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
-    return jnp.where(lanes.feature >= 0, position + group - lanes.feature % group, position + 1)
 
 
 def _grid_angles(rope: jax.Array, positions: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -243,6 +247,7 @@ def through_layers(
         functools.partial(recurrence, lanes=lanes, native=spec.native_state),
         block_tables=fed.block_tables,
         reach=fed.reach,
+        only_windows=fed.only_windows,
         pending=pending,
     )
     products = spec.products or ROWS_LEFT

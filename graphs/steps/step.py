@@ -58,12 +58,14 @@ def attending(
     *,
     block_tables: jax.Array | None,
     reach: jax.Array | None = None,
+    only_windows: bool = False,
     pending: dict[int, PendingInputs] | None = None,
 ) -> Attend:
     """`Call.attend` of a step, which replaces the stores of `cache` by what they are after the layer.
 
     angles: cosines and sines of the tokens, `[K, ..., 2, Dh/2]`. block_tables: as in `Rows`.
-    reach: as in `AttentionCall`. pending: receives, by store, what `recurrence` returns in place of a new state.
+    reach: as in `AttentionCall`. only_windows (static): it is for layers with a sliding window alone.
+    pending: receives, by store, what `recurrence` returns in place of a new state.
     """
     spec, where = form.spec, places(form.spec)
 
@@ -80,6 +82,7 @@ def attending(
                 pending[store] = after
             return out
         store, layer_in_store = where.keys[index]
+        sliding = spec.config.attention(index).window is not None
         call = AttentionCall(
             form=spec.config.attention(index),
             weights=own,
@@ -88,7 +91,7 @@ def attending(
             compute_dtype=spec.dtype,
             block_tables=block_tables,
             layer_in_store=layer_in_store,
-            reach=reach,
+            reach=reach if sliding or not only_windows else None,
         )
         keys = cache[store]
         assert isinstance(keys, LayerCache)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 CHANNELS = 3  # of pictures
+NO_LAYERS, WINDOW_LAYERS, ALL_LAYERS = "none", "sliding_attention", "all"  # of the decoder
 # Sides (in patches) of 100 and less for which transformers' float32 arithmetic gives two neighbours one position.
 _ROUNDED_SIDES = (
     "19 25 29 31 38 40 41 43 47 49 50 54 55 58 59 61 62 67 68 71 72 73 74 76 77 80 82 83 84 86 "
@@ -95,6 +96,16 @@ class VisionConfig:
         """See `prefill_chunk`: the decoder's keys and queries turn by their places in the prompt."""
         return ()
 
+    @property
+    def sees_ahead(self) -> str:
+        """Layers of the decoder in which a tile's tokens attend to each other in both directions."""
+        return ALL_LAYERS if self.averages else NO_LAYERS
+
+    @property
+    def blank_token(self) -> int | None:
+        """See `PooledForm`."""
+        return None
+
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Rows and columns of tokens by which the decoder's keys and queries turn: none, see `axes`."""
         return None
@@ -106,27 +117,56 @@ class VisionConfig:
 
 # Rows of the tower's programs. A picture runs in the smallest that hold its patches, whatever others an engine has.
 BUCKETS = (256, 1024, 4096, 16384)
+# The most tokens of a picture: the choices of Gemma 4's processor. Its tower has programs for each.
+SOFT_TOKENS = (70, 140, 280, 560, 1120)
+_SOFT_PLACE = 35  # tokens of a place of the feature buffer; divides each of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledForm:
+    """What is peculiar to Gemma 4's tower (transformers' `gemma4`).
+
+    Attention and MLP have RMSNorms before and behind them, the MLP has a gate, and heads have norms. One half of a
+    head turns by columns and the other by rows. Each column and each row has a learned position. The mean of a square
+    of patches becomes a token.
+
+    head_dim: of the tower.
+    clipped: inputs and outputs of products are clipped to bounds of the checkpoint.
+    standardized: means are shifted and scaled by vectors of the checkpoint.
+    in_windows: in the decoder's layers with a sliding window a picture's tokens attend to each other both ways.
+    blank_token: whose embeddings of each layer a picture's tokens take (Gemma 3n and 4).
+    """
+
+    head_dim: int
+    clipped: bool
+    standardized: bool
+    in_windows: bool
+    blank_token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchConfig:
     """A tower over the patches of a picture of any proportions, with rotary embedding over rows and columns: that of
     Qwen3-VL, with taps (technical report, Bai et al. 2025; DeepStack, Meng et al. 2024), of PaddleOCR-VL (technical
-    report, Cui et al. 2025), or of GLM-OCR (technical report of GLM-4.1V, Hong et al. 2025; transformers' `glm_ocr`).
+    report, Cui et al. 2025), of GLM-OCR (technical report of GLM-4.1V, Hong et al. 2025; transformers' `glm_ocr`), or
+    of Gemma 4 (`PooledForm`).
 
     hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: of the tower.
     patch_size: side of a patch, pixels. frames: a patch is seen this many times, as those of a video are.
     merge_size: this many patches in either direction become one token of the prompt.
     position_side: learned positions in a row, between which those of a picture are interpolated; 0 if there are none.
+        With `pooled`, those of columns, and of rows.
     rope_theta: base of the rotary embedding.
     taps: layers after which features are taken that are added behind the decoder's first layers.
     text_size: features of a token in the decoder.
-    axes: for each angle of a head of the decoder, whether it is of the position in time (0), rows (1) or columns (2).
+    axes: for each angle of a head of the decoder, whether it is of the position in time (0), rows (1) or columns (2);
+        empty: all are of the place in the prompt.
     layer_norm_eps: of the tower's norms.
     flat: as in PaddleOCR-VL, a patch is seen once, the interpolated positions are those of the centres of patches and
         not of their corners, and the last layer has a norm of its own before the merger's.
     gated: as in GLM-OCR, layers have RMSNorms, norms of query and key heads and an MLP with a gate, and the merger has
         a gate too.
+    pooled: what is peculiar to Gemma 4; None for the others.
     """
 
     hidden_size: int
@@ -134,24 +174,28 @@ class PatchConfig:
     num_hidden_layers: int
     num_attention_heads: int
     patch_size: int
-    frames: int
     merge_size: int
-    position_side: int
     rope_theta: float
-    taps: tuple[int, ...]
     text_size: int
-    axes: tuple[int, ...]
+    frames: int = 1
+    position_side: int = 0
+    taps: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
     layer_norm_eps: float = 1e-6
     flat: bool = False
     gated: bool = False
+    pooled: PooledForm | None = None
 
     def __post_init__(self) -> None:
-        if self.hidden_size % (4 * self.num_attention_heads):
+        if self.pooled is not None:
+            if self.pooled.head_dim % 4:
+                raise ValueError(f"head_dim = {self.pooled.head_dim} is not a multiple of four")
+        elif self.hidden_size % (4 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size = {self.hidden_size} is not a multiple of four times num_heads = "
                 f"{self.num_attention_heads}"
             )
-        if BUCKETS[0] % self.merged:
+        elif BUCKETS[0] % self.merged:
             raise ValueError(
                 f"spatial_merge_size = {self.merge_size} is not supported; it must be 1, 2, 4, 8 or 16"
             )
@@ -165,7 +209,14 @@ class PatchConfig:
 
     @property
     def head_dim(self) -> int:
+        if self.pooled is not None:
+            return self.pooled.head_dim
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Rows of the tower's programs, ascending."""
+        return BUCKETS if self.pooled is None else tuple(tokens * self.merged for tokens in SOFT_TOKENS)
 
     @property
     def merger_eps(self) -> float:
@@ -178,9 +229,14 @@ class PatchConfig:
         return CHANNELS * self.text_size
 
     @property
-    def averages(self) -> bool:
-        """Whether a tile's tokens attend to each other in both directions in the decoder."""
-        return False
+    def sees_ahead(self) -> str:
+        """Layers of the decoder in which a tile's tokens attend to each other in both directions."""
+        return WINDOW_LAYERS if self.pooled is not None and self.pooled.in_windows else NO_LAYERS
+
+    @property
+    def blank_token(self) -> int | None:
+        """See `PooledForm`; None if the decoder has no embeddings of each layer."""
+        return None if self.pooled is None else self.pooled.blank_token
 
     @property
     def merged(self) -> int:
@@ -190,7 +246,7 @@ class PatchConfig:
     @property
     def place_tokens(self) -> int:
         """Tokens of a place of the feature buffer; a picture takes as many places as it needs."""
-        return BUCKETS[0] // self.merged
+        return BUCKETS[0] // self.merged if self.pooled is None else _SOFT_PLACE
 
     @property
     def feature_size(self) -> int:
@@ -198,6 +254,11 @@ class PatchConfig:
         return (1 + len(self.taps)) * self.text_size
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Rows and columns of tokens by which the decoder's keys and queries turn; None: by their places in the prompt
+        (see `axes`), or the picture does not fit."""
+        return self._tokens(shape) if self.axes else None
+
+    def _tokens(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Rows and columns of tokens of a picture of this shape, `[height, width, 3]`; None if it does not fit."""
         unit = self.patch_size * self.merge_size
         if len(shape) != 3 or shape[2] != 3 or shape[0] % unit or shape[1] % unit or 0 in shape:
@@ -206,5 +267,7 @@ class PatchConfig:
 
     def tokens_of(self, shape: tuple[int, ...]) -> int | None:
         """Tokens of a picture of this shape; None if it does not fit the tower."""
-        grid = self.grid(shape)
-        return None if grid is None else grid[0] * grid[1]
+        grid = self._tokens(shape)
+        if grid is None or (self.pooled is not None and max(grid) * self.merge_size > self.position_side):
+            return None
+        return grid[0] * grid[1]

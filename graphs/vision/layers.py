@@ -8,8 +8,9 @@ The residual stream and norms are float32; products run in the weights' dtype, b
 findings/images.md).
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,10 @@ Leaves = Mapping[str, jax.Array]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def rows_of_part(rows: int) -> int:
-    """The rows of a layer that a call takes."""
-    most = max(min(rows, _SCORES // rows), 1)
-    return next(each for each in range(most, 0, -1) if rows % each == 0)
+def rows_of_part(rows: int, unit: int = 1) -> int:
+    """The rows of a layer that a call takes: whole units, of which there are more in `rows`."""
+    most = max(min(rows, _SCORES // rows), unit)
+    return next(each for each in range(most // unit * unit, 0, -unit) if rows % each == 0)
 
 
 def norm_shapes(name: str, size: int) -> Shapes:
@@ -46,6 +47,14 @@ def linear_shapes(name: str, rows: int, columns: int) -> Shapes:
 
 def layer_shapes(c: Config) -> Shapes:
     d, f = c.hidden_size, c.intermediate_size
+    if isinstance(c, PatchConfig) and c.pooled is not None:
+        inner = c.num_attention_heads * c.head_dim
+        norms = dict.fromkeys(("norm1", "output_norm", "norm2", "down_norm"), (d,))
+        heads = dict.fromkeys(("q_norm", "k_norm"), (c.head_dim,))
+        products = {"qkv": (3 * inner, d), "output": (d, inner), "gate_up": (2 * f, d), "down": (d, f)}
+        parts = {"qkv": 3, "output": 1, "gate_up": 2, "down": 1} if c.pooled.clipped else {}
+        bounds = {f"{name}_bounds": (4 * count,) for name, count in parts.items()}
+        return {**norms, **heads, **products, **bounds}
     if isinstance(c, PatchConfig) and c.gated:
         return {
             "norm1": (d,),
@@ -145,19 +154,33 @@ def heads(c: Config, leaves: Leaves, x: jax.Array, angles: jax.Array | None = No
     if "q_norm" in leaves:
         norms = (leaves["q_norm"], leaves["k_norm"])
         own = [rms_norm(each, norm, c.layer_norm_eps) for each, norm in zip(own, norms, strict=True)]
-    turned = [apply_rope(each, angles).astype(dtype) for each in own]
-    return [each.transpose(1, 0, 2) for each in (*turned, split[:, 2])]
+    values = split[:, 2]
+    if isinstance(c, PatchConfig) and c.pooled is not None:
+        turned = [_turned_by_halves(each, angles).astype(dtype) for each in own]
+        no_scale = jnp.ones(c.head_dim, jnp.float32)
+        values = rms_norm(values.astype(jnp.float32), no_scale, c.layer_norm_eps).astype(dtype)
+    else:
+        turned = [apply_rope(each, angles).astype(dtype) for each in own]
+    return [each.transpose(1, 0, 2) for each in (*turned, values)]
+
+
+def _turned_by_halves(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """As `apply_rope`, but each half of a head `[R, H, Dh]` has pairs of its own, and half of the angles."""
+    parts = zip(jnp.split(x, 2, axis=-1), jnp.split(angles, 2, axis=-1), strict=True)
+    return jnp.concatenate([apply_rope(half, turn) for half, turn in parts], axis=-1)
 
 
 def attended(
     c: Config, queries: jax.Array, keys: jax.Array, values: jax.Array, count: jax.Array | None = None
 ) -> jax.Array:
     """What queries `[H, Q, Dh]` see of the first `count` of R rows, or of all: float32 `[Q, D]`."""
-    scores = batched(queries, keys, 2) * (1 / math.sqrt(c.head_dim))  # [H, Q, R]
+    scores = batched(queries, keys, 2)  # [H, Q, R]
+    if not (isinstance(c, PatchConfig) and c.pooled is not None):
+        scores = scores * (1 / math.sqrt(c.head_dim))
     if count is not None:
         scores = jnp.where(jnp.arange(keys.shape[1], dtype=jnp.int32) < count, scores, -jnp.inf)
     seen = batched(jax.nn.softmax(scores, axis=-1).astype(values.dtype), values, 1)
-    return seen.transpose(1, 0, 2).reshape(-1, c.hidden_size)
+    return seen.transpose(1, 0, 2).reshape(-1, c.num_attention_heads * c.head_dim)
 
 
 def behind(c: Config, leaves: Leaves, x: jax.Array, seen: jax.Array) -> jax.Array:
@@ -165,7 +188,7 @@ def behind(c: Config, leaves: Leaves, x: jax.Array, seen: jax.Array) -> jax.Arra
     x = added(c, leaves, "output", seen, x)
     before = normed(leaves, "norm2", x, c.layer_norm_eps)
     if "gate_up" in leaves:
-        hidden = gated(leaves, "gate_up", before)
+        hidden = gated(leaves, "gate_up", before, activation(c))
     else:
         hidden = jax.nn.gelu(linear(leaves, "up", before), approximate=True)
     return added(c, leaves, "down", hidden, x)
@@ -174,20 +197,44 @@ def behind(c: Config, leaves: Leaves, x: jax.Array, seen: jax.Array) -> jax.Arra
 def added(c: Config, leaves: Leaves, name: str, hidden: jax.Array, x: jax.Array) -> jax.Array:
     """`x` plus a linear layer of `hidden`. The order of the two additions is part of a tower's bits."""
     if isinstance(c, PatchConfig):
-        return x + linear(leaves, name, hidden)
+        out = linear(leaves, name, hidden)
+        norm = leaves.get(f"{name}_norm")
+        return x + (out if norm is None else rms_norm(out, norm, c.layer_norm_eps))
     return x + rows_first(leaves[name], hidden) + leaves[f"{name}_bias"]
 
 
 def linear(leaves: Leaves, name: str, x: jax.Array) -> jax.Array:
-    """A product, plus its bias if it has one."""
+    """A product, plus its bias if it has one.
+
+    With bounds `[4 n]`, each of the n parts of the leaf has its own: least and largest of its inputs, then of its
+    outputs.
+    """
+    bounds = leaves.get(f"{name}_bounds")
+    if bounds is not None:
+        own = bounds.reshape(-1, 4)
+        weights = jnp.split(leaves[name], len(own))
+        parts = [
+            jnp.clip(rows_first(weight, jnp.clip(x, own[at, 0], own[at, 1])), own[at, 2], own[at, 3])
+            for at, weight in enumerate(weights)
+        ]
+        return jnp.concatenate(parts, axis=-1)
     product = rows_first(leaves[name], x)
     return product + leaves[f"{name}_bias"] if f"{name}_bias" in leaves else product
 
 
-def gated(leaves: Leaves, name: str, x: jax.Array) -> jax.Array:
+def activation(c: Config) -> Callable[[jax.Array], jax.Array]:
+    """Of the gate of a layer's MLP."""
+    if isinstance(c, PatchConfig) and c.pooled is not None:
+        return functools.partial(jax.nn.gelu, approximate=True)
+    return jax.nn.silu
+
+
+def gated(
+    leaves: Leaves, name: str, x: jax.Array, activate: Callable[[jax.Array], jax.Array] = jax.nn.silu
+) -> jax.Array:
     """The inner features `[N, F]` of an MLP with a gate (Shazeer 2020). The first half of the leaf makes the gate."""
     gate, up = jnp.split(linear(leaves, name, x), 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return activate(gate) * up
 
 
 def normed(leaves: Leaves, name: str, x: jax.Array, eps: float) -> jax.Array:

@@ -107,9 +107,9 @@ def embedded(
 ) -> jax.Array:
     """The residual stream before the first layer: float32 `[R, D]`.
 
-    patches: uint8 `[R, 3, p, p]`. near, share: the four learned positions around each and their shares, `[R, 4]`.
+    patches: uint8 `[R, 3, p, p]`. near, share: the n learned positions of each and their shares, `[R, n]`.
     """
-    positions = leaves["positions"].astype(jnp.float32)[near] * share[:, :, None]  # [R, 4, D]
+    positions = leaves["positions"].astype(jnp.float32)[near] * share[:, :, None]  # [R, n, D]
     return convolved(c, leaves, table, patches) + positions.sum(axis=1)
 
 

@@ -79,7 +79,8 @@ class Features:
                 own = begin + number * self._size
                 first, last = max(own, start), min(own + self._size, begin + length, stop)
                 if first < last:
-                    spans.append(FeatureSpan(first - start, place, first - own, last - first))
+                    tile = (begin - start, begin + length - start)
+                    spans.append(FeatureSpan(first - start, place, first - own, last - first, *tile))
         return tuple(spans)
 
     def check(self) -> None:

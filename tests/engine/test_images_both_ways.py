@@ -119,7 +119,7 @@ def float32() -> Iterator[XlaBatchEngine]:
 
 @FULL
 def test_a_causal_decoder_would_be_found(alone: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FeatureBuffer, "group", None)
+    monkeypatch.setattr(FeatureBuffer, "sees_ahead", False)
     engine = engine_of(LANES, NAME)
     assert all(found != wanted for found, wanted in zip(run(engine, *PROMPTS), alone, strict=True))
     engine.close()

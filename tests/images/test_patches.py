@@ -29,7 +29,6 @@ from xla_engine import LLM, SamplingParams
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.errors import CheckpointError, ImageTooLargeError, InvalidRequestError
-from xla_engine.graphs.vision.config import BUCKETS
 from xla_engine.images.decoder import ImageDecoder
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.processor import PatchProcessor, read_image_processor, value_table
@@ -113,8 +112,9 @@ def test_pixels_in_patches_are_those_of_transformers(
 @pytest.mark.oracle
 def test_all_pixels_are_those_of_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
     every = patches.golden(1)
-    for name in KINDS:
+    for name in (*KINDS, "gemma4"):
         assert len(every[name]) >= 500
+    for name in KINDS:
         assert rows_of(patches, tmp_path, 1, name) == every[name]
     committed = json.loads((GOLDEN / "images" / "patches.json").read_text())
     assert patches.golden() == committed
@@ -257,6 +257,7 @@ def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> Visio
 
 
 TOWERS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5_vision", "qwen3_5_moe_vision", "paddleocr_vl", "glm_ocr"]
+TOWERS += ["gemma4_vision", "gemma4_vision_windows"]
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -264,7 +265,7 @@ def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.Monke
     """In each bucket: spare rows change nothing but roundings, and the bucket follows from the picture alone."""
     golden = np.load(GOLDEN / "families" / name / "golden.npz")
     tower = tower_of("float32", name=name)
-    assert tuple(tower.slices.parts) == BUCKETS[:2]
+    assert tuple(tower.slices.parts) == tower.config.buckets[:2]
     pictures = [golden[f"tile{at}"] for at in range(4)]
     for at, tile in enumerate(pictures):
         expected = golden[f"features{at}"]
@@ -275,7 +276,7 @@ def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.Monke
             assert difference(found[:, part], expected[:, part]) < 1e-5
     first = tower(pictures[0])
     large = tower.slices.of(80)
-    assert large[0] == BUCKETS[1]
+    assert large[0] == tower.config.buckets[1]
     monkeypatch.setattr(tower.slices, "of", lambda _: large)
     assert 0 <= difference(tower(pictures[0]), first) < 1e-5
     monkeypatch.undo()

@@ -202,7 +202,7 @@ class WholeTiles(Device):
         for reuse in plan.moves.reuses:
             spans = self.requests[reuse.request_id].spans
             assert not any(start < reuse.length < start + length for start, length in spans)
-        buffer = SimpleNamespace(group=LENGTH)
+        buffer = SimpleNamespace(sees_ahead=True)
         joined = FeatureBuffer.joined(buffer, plan.chunks)  # type: ignore[arg-type]
         calls = [call for call, _ in prefill_calls(plan.chunks, LANES, (), joined)]
         assert [chunk for call in calls for chunk in call] == list(plan.chunks)

@@ -13,6 +13,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops.coded import StoredKinds
+from xla_engine.images.processor import read_image_processor
 from xla_engine.images.tower import slices_of, why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_only import ConfigOnly
@@ -69,12 +70,13 @@ def _vision(model: ModelDescription) -> dict[str, Any] | None:
     if (why := why_no_pictures(model)) is not None:
         return {"refused": why}
     vision = load_vision(model.files, dtype=model.options.dtype)
+    processor = read_image_processor(model.files.path, model.options.mm_processor_kwargs)
     places = places_within(vision.config, model.options.image_cache_bytes or IMAGE_CACHE_BYTES)
     return {
         "weights": vision.weights.nbytes,
         "features": places * place_bytes(vision.config),
         "tokens": places * vision.config.place_tokens,
-        "slices": slices_of(vision.config, model).by_tokens,
+        "slices": slices_of(vision.config, processor, model).by_tokens,
     }
 
 

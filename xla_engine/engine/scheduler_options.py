@@ -34,7 +34,7 @@ def scheduler_config(
         cut_invariant=shown is not None and shown.cut_invariant,
         keeps_finished=config.keep_finished > 0,
         feature_places=0 if runner.features is None else runner.features.places,
-        whole_tiles=runner.features is not None and runner.features.tower.config.averages,
+        whole_tiles=runner.features is not None and runner.features.sees_ahead,
         feature_place_tokens=1 if runner.features is None else runner.features.place_tokens,
         encode_stages=1 if runner.features is None else runner.features.tower.slices.by_tokens,
         stores_blocks=config.prefix_cache_dir is not None,

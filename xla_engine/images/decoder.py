@@ -11,7 +11,7 @@ import numpy as np
 
 from xla_engine.errors import ConfigError, ImageTooLargeError, InvalidImageError
 from xla_engine.graphs.vision.config import BUCKETS
-from xla_engine.images.processor import Grid, ImageProcessor, PatchProcessor
+from xla_engine.images.processor import Grid, PatchProcessor, Processor
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 from xla_engine.utils.extras import install
 
@@ -33,7 +33,7 @@ class ImageLimits:
 class ImageDecoder:
     """Pictures of one processor to grids and tiles. Thread-safe; its process starts with the first picture."""
 
-    def __init__(self, processor: ImageProcessor | PatchProcessor, limits: ImageLimits | None = None) -> None:
+    def __init__(self, processor: Processor, limits: ImageLimits | None = None) -> None:
         """Raises ConfigError without Pillow."""
         if find_spec("PIL") is None:
             raise ConfigError(f"pictures need Pillow: {install('images')}")
@@ -47,12 +47,14 @@ class ImageDecoder:
         Raises InvalidImageError or ImageTooLargeError, which say why.
         """
         width, height = self._ask(data)["size"]
-        grid, unit = self.processor.grid(width, height), getattr(self.processor, "merge_size", 1)
-        if grid.tokens is not None and grid.tokens * unit**2 > BUCKETS[-1]:
-            raise ImageTooLargeError(
-                f"the picture has {grid.tokens} tokens; the vision tower reads at most {BUCKETS[-1] // unit**2}. Make "
-                "it smaller, or set max_pixels in mm_processor_kwargs"
-            )
+        grid = self.processor.grid(width, height)
+        if isinstance(self.processor, PatchProcessor) and grid.tokens is not None:
+            most = BUCKETS[-1] // self.processor.merge_size**2
+            if grid.tokens > most:
+                raise ImageTooLargeError(
+                    f"the picture has {grid.tokens} tokens; the vision tower reads at most {most}. Make it smaller, "
+                    "or set max_pixels in mm_processor_kwargs"
+                )
         return grid
 
     def tiles(self, data: bytes, grid: Grid | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:

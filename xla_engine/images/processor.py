@@ -1,9 +1,9 @@
 """How a checkpoint cuts a picture into tiles and scales its values, as its preprocessor_config.json says.
 
-Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL, PaddleOCR-VL and
-GLM-OCR one in its proportions. Sizes and values are those of transformers' PIL backend
-(`image_processing_pil_{idefics3,gemma3,qwen2_vl,paddleocr_vl,glm46v}.py`). With torchvision installed transformers
-prefers that, and then its pixels differ by up to two steps of 255.
+Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL, PaddleOCR-VL,
+GLM-OCR and Gemma 4 one in its proportions. Sizes and values are those of transformers' PIL backend
+(`image_processing_pil_{idefics3,gemma3,qwen2_vl,paddleocr_vl,glm46v,gemma4}.py`). With torchvision installed
+transformers prefers that, and then its pixels differ by up to two steps of 255.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from xla_engine.graphs.vision.config import SOFT_TOKENS
 from xla_engine.model_loader.json_fields import Fields, read_json
 
 PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor", "Gemma3ImageProcessor")
@@ -79,6 +80,21 @@ _PATCH_KINDS = {
     "Glm46VImageProcessor": _PatchKind(
         "GLM-OCR", {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000}, "at once", counts_frames=True
     ),
+}
+
+
+_SOFT_KIND = "Gemma4ImageProcessor"
+_SOFT_IGNORED = (*_IGNORED, "default_to_square", "image_seq_length", "auto_map")
+_SOFT = ("max_soft_tokens", "patch_size", "pooling_kernel_size")
+_SOFT_DEFAULTS = {  # transformers' own
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "do_normalize": False,
+    "image_mean": [0.0] * 3,
+    "image_std": [1.0] * 3,
+    "max_soft_tokens": 280,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
 }
 
 
@@ -196,7 +212,50 @@ class PatchProcessor:
         return sides
 
 
-def value_table(processor: ImageProcessor | PatchProcessor) -> np.ndarray[Any, np.dtype[np.float32]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftTokenProcessor:
+    """The processor of Gemma 4: a picture keeps its proportions as far as whole squares of patches allow, and becomes
+    as large as its budget of tokens allows (transformers' `image_processing_pil_gemma4.py`).
+
+    max_soft_tokens: the most tokens of a picture. patch_size: side of a patch, pixels.
+    merge_size: this many patches in either direction become one token; transformers' `pooling_kernel_size`.
+    resample: Pillow's number of the filter.
+    rescale_factor, image_mean, image_std: of `value_table`.
+    """
+
+    max_soft_tokens: int
+    patch_size: int
+    merge_size: int
+    resample: int
+    rescale_factor: float | None
+    image_mean: tuple[float, ...] | None
+    image_std: tuple[float, ...] | None
+
+    def grid(self, width: int, height: int) -> Grid:
+        """The size of the only tile, which depends on the upright size alone."""
+        unit = self.patch_size * self.merge_size
+        most = self.max_soft_tokens * self.merge_size**2 * self.patch_size**2  # pixels
+        factor = math.sqrt(most / (height * width))
+        columns, rows = (math.floor(factor * side / unit) for side in (width, height))
+        if rows == 0:
+            columns, rows = min(width // height, self.max_soft_tokens), 1
+        elif columns == 0:
+            columns, rows = 1, min(height // width, self.max_soft_tokens)
+        size = columns * unit, rows * unit
+        return Grid(
+            picture=(width, height), resized=size, whole=size, rows=0, columns=0, tokens=rows * columns
+        )
+
+
+Processor = ImageProcessor | PatchProcessor | SoftTokenProcessor
+
+
+def most_tokens(processor: Processor) -> int | None:
+    """The most tokens of a tile; None: as many as the tower makes of any, or reads."""
+    return processor.max_soft_tokens if isinstance(processor, SoftTokenProcessor) else None
+
+
+def value_table(processor: Processor) -> np.ndarray[Any, np.dtype[np.float32]]:
     """What a tower sees for each value of a byte in each channel: float32 `[3, 256]`.
 
     Rounded in the processors' order: the product in float64, the rest in float32.
@@ -212,13 +271,12 @@ def value_table(processor: ImageProcessor | PatchProcessor) -> np.ndarray[Any, n
     return (values - mean) / deviation
 
 
-def read_image_processor(
-    directory: Path, overrides: Mapping[str, Any] | None = None
-) -> ImageProcessor | PatchProcessor:
+def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = None) -> Processor:
     """The processor of a Hugging Face directory: in preprocessor_config.json or processor_config.json.
 
     overrides: replaces fields, as vLLM's `mm_processor_kwargs` does: `size` and `do_image_splitting`; of Gemma 3
-        `do_pan_and_scan`, which can only be false; with patches `size`, or `min_pixels` and `max_pixels`.
+        `do_pan_and_scan`, which can only be false; with patches `size`, or `min_pixels` and `max_pixels`; of Gemma 4
+        `max_soft_tokens`.
 
     Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
     change the pixels.
@@ -228,6 +286,8 @@ def read_image_processor(
     for name, patches in _PATCH_KINDS.items():
         if kind in [name + suffix for suffix in _SUFFIXES]:
             return _read_patch_processor(fields, patches, overrides)
+    if kind in [_SOFT_KIND + suffix for suffix in _SUFFIXES]:
+        return _read_soft_processor(fields, overrides)
     fields = fields.with_defaults({"rescale_factor": 1 / 255})
     known = {name + suffix: name for name in PROCESSORS for suffix in _SUFFIXES}
     if kind not in {None, *known}:
@@ -354,6 +414,33 @@ def _read_patch_processor(
         merge_size=fields.integer("merge_size", high=2**6),
         enlarged=kind.enlarged,
         frames=fields.integer("temporal_patch_size", high=2**6, default=2) if kind.counts_frames else 1,
+        **values,
+    )
+
+
+def _read_soft_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> SoftTokenProcessor:
+    """As `read_image_processor`, for Gemma 4."""
+    given = Fields(Path("mm_processor_kwargs"), dict(overrides or {}))
+    for name in sorted(given.values.keys() - {_SOFT[0]}):
+        given.fail(name, f"not supported for Gemma 4. Use {_SOFT[0]}")
+    own = given if given.given(_SOFT[0]) else fields
+    for name in fields.values:
+        if name not in (*_READ, *_SOFT, *_SOFT_IGNORED) and fields.given(name):
+            fields.fail(name, "not supported for Gemma 4. Use the checkpoint's own processor file")
+    if own.given(_SOFT[0]) and own.values[_SOFT[0]] not in SOFT_TOKENS:
+        own.fail(_SOFT[0], f"must be one of {', '.join(map(str, SOFT_TOKENS))}")
+    fields = Fields(fields.file, {**fields.values, **given.values}).with_defaults(_SOFT_DEFAULTS)
+    values = _values(fields)
+    if (values["image_mean"], values["image_std"]) not in ((None, None), ((0.0,) * 3, (1.0,) * 3)):
+        fields.fail(
+            "image_mean", "not supported for Gemma 4, whose tower reads values from 0 to 1. Use zeros"
+        )
+    # The tower itself makes values from -1 to 1 of them.
+    values |= {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
+    return SoftTokenProcessor(
+        max_soft_tokens=fields.integer(_SOFT[0], high=SOFT_TOKENS[-1]),
+        patch_size=fields.integer("patch_size", high=2**10),
+        merge_size=fields.integer("pooling_kernel_size", high=2**6),
         **values,
     )
 

@@ -1,7 +1,7 @@
 """Prompts with pictures: a mark in a text, as `<image>`, becomes the tokens of all tiles of the next picture.
 
-The text is expanded before it is tokenised, as in transformers (`processing_{idefics3,gemma3}.py`), because some
-tokenizers merge the line ends around pictures. Places are found by position in the text, never by token id.
+The text is expanded before it is tokenised, as in transformers (`processing_{idefics3,gemma3,gemma4}.py`), because
+some tokenizers merge the line ends around pictures. Places are found by position in the text, never by token id.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,8 +144,10 @@ def _one_token(token: str) -> PromptForm:
 
 
 QWEN3_VL = _one_token("<|image_pad|>")
+GEMMA4 = PromptForm("<|image|>", "<|image|>", lambda grid: ["<|image>"], "<image|>")
 _BY_TYPE = {
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN3_VL),
     "paddleocr_vl": _one_token("<|IMAGE_PLACEHOLDER|>"),
     "glm_ocr": _one_token("<|image|>"),

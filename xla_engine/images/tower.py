@@ -15,7 +15,9 @@ from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 from xla_engine.images import NO_PICTURES
 from xla_engine.images.processor import (
     ImageProcessor,
-    PatchProcessor,
+    Processor,
+    SoftTokenProcessor,
+    most_tokens,
     read_image_processor,
     value_table,
 )
@@ -44,7 +46,8 @@ def why_no_pictures(model: ModelDescription) -> str | None:
         why = f"they need Pillow: {install('images')}"
     if why is None:
         vision = read_vision(model.files.config_fields(), model.family, model.config)
-        why = too_few_lanes(vision, options)
+        processor = read_image_processor(directory, options.mm_processor_kwargs)
+        why = too_few_lanes(vision, most_tokens(processor) or vision.place_tokens, options)
     return None if why is None else f"this engine reads no pictures: {why}"
 
 
@@ -59,20 +62,27 @@ def load_tower(model: ModelDescription) -> VisionTower | str:
     processor = read_image_processor(model.files.path, model.options.mm_processor_kwargs)
     depends = (vision.fingerprint, vision.dtype, asdict(processor), _decoder_versions(), cores())
     fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
-    return tower_of(vision, processor, fingerprint, slices_of(vision.config, model))
+    return tower_of(vision, processor, fingerprint, slices_of(vision.config, processor, model))
 
 
-def slices_of(config: VisionConfig | PatchConfig, model: ModelDescription) -> TowerSlices:
+def slices_of(
+    config: VisionConfig | PatchConfig, processor: Processor, model: ModelDescription
+) -> TowerSlices:
     """How the tower of a described model runs beside its decoder."""
     options = model.options
     most = places_within(config, options.image_cache_bytes or IMAGE_CACHE_BYTES) * config.place_tokens
-    most = min(most, options.max_model_len or most)
+    most = min(most, options.max_model_len or most, most_tokens(processor) or most)
     return TowerSlices(config, most, slice_operations(model.config, options))
 
 
-def check_processor(config: VisionConfig | PatchConfig, processor: ImageProcessor | PatchProcessor) -> None:
+def check_processor(config: VisionConfig | PatchConfig, processor: Processor) -> None:
     """Raise CheckpointError unless a processor makes what a tower reads."""
-    if isinstance(config, PatchConfig) and isinstance(processor, PatchProcessor):
+    soft = isinstance(config, PatchConfig) and config.pooled is not None
+    if (
+        isinstance(config, PatchConfig)
+        and not isinstance(processor, ImageProcessor)
+        and isinstance(processor, SoftTokenProcessor) == soft
+    ):
         made, read = (processor.patch_size, processor.merge_size), (config.patch_size, config.merge_size)
         if made != read:
             raise CheckpointError(
@@ -93,7 +103,7 @@ def check_processor(config: VisionConfig | PatchConfig, processor: ImageProcesso
 
 def tower_of(
     vision: VisionCheckpoint,
-    processor: ImageProcessor | PatchProcessor,
+    processor: Processor,
     fingerprint: str = "given",
     slices: TowerSlices | None = None,
 ) -> VisionTower:
@@ -102,9 +112,9 @@ def tower_of(
     Raises CheckpointError for a processor that does not fit.
     """
     check_processor(vision.config, processor)
-    return VisionTower(
-        vision.config, vision.dtype, vision.weights, value_table(processor), fingerprint, slices
-    )
+    table = value_table(processor)
+    parts = (vision.config, vision.dtype, vision.weights, table, fingerprint, slices)
+    return VisionTower(*parts, most_tokens(processor))
 
 
 def _decoder_versions() -> list[str | None]:

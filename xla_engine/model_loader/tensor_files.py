@@ -134,7 +134,7 @@ class TensorFiles:
                 yield self._computed[name].rows(np.arange(first, min(first + rows, info.shape[0])))
             _forget(self._maps[info.file], info.start, info.size)
             return
-        tensor = self.read(name)
+        tensor = np.atleast_1d(self.read(name))
         row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
         rows = max(1, _BLOCK // row_bytes)
         for first in range(0, len(tensor), rows):

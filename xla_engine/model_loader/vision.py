@@ -1,8 +1,9 @@
 """Load the vision tower of a checkpoint: its shape from config.json, its leaves from the weight files."""
 
+import functools
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.vision.config import CHANNELS, PatchConfig, VisionConfig
+from xla_engine.graphs.vision.config import CHANNELS, PatchConfig, PooledForm, VisionConfig
 from xla_engine.graphs.vision.programs import leaf_shapes
 from xla_engine.model_loader.checkpoint import check_tensors, dtype_word, stored_dtype
 from xla_engine.model_loader.config_json import transformers_model
@@ -26,8 +27,11 @@ _OTHERS = "|".join(
         *(r"model\.(text|language)_model\..*", r"language_model\..*", r"lm_head\.weight", r"mtp\..*"),
         *(r"model\.(embed_tokens|layers|norm)\..*", r"visual\.vision_model\.head\..*"),
         *(r"visual\..*\.packing_position_embedding\..*", r"vision_tower\.(vision_model\.)?head\..*"),
+        r"model\.(audio_tower|embed_audio)\..*",
     )
 )
+Convert = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+
 _LATER_NAMES = ("vision_tower.vision_model.", "vision_tower.")  # as new versions of transformers save them
 _DEFAULTS = {  # transformers' own, for fields that real files omit
     "hidden_size": 1152,
@@ -69,6 +73,19 @@ _PATCH_DEFAULTS = {
     "temporal_patch_size": 2,
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
+}
+_POOLED_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "pooling_kernel_size": 3,
+    "patch_size": 16,
+    "position_embedding_size": 10240,
 }
 
 
@@ -119,14 +136,16 @@ def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConf
     if not family.vision:
         fields.fail(
             "architectures",
-            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3, Qwen3-VL, Qwen3.5, "
-            "PaddleOCR-VL or GLM-OCR",
+            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3 or 4, Qwen3-VL, "
+            "Qwen3.5, PaddleOCR-VL or GLM-OCR",
         )
     vision = fields.within("vision_config")
     if vision is None:
         fields.fail("vision_config", "must describe the vision tower. Download the file again")
     if "downsample" in family.vision:
         return _read_gated_tower(fields, vision, text)
+    if "output_norm" in family.vision:
+        return _read_pooled_tower(fields, vision, text)
     if {"merge_up", "final_norm"} <= family.vision.keys():
         return _read_flat_tower(fields, vision, text)
     if "merge_up" in family.vision:
@@ -177,6 +196,30 @@ def _as_stored(
     return later if any(part.name in stored for parts in later.values() for part in parts) else sources
 
 
+def _patch_tower(
+    vision: Fields, text: ModelConfig, layers: str, heads: str, merge: str, **own: Any
+) -> PatchConfig:
+    """A tower over patches. layers, heads, merge: its names of these sizes. own: its other fields."""
+    try:
+        return PatchConfig(
+            hidden_size=vision.integer("hidden_size", high=2**16),
+            intermediate_size=vision.integer("intermediate_size", high=2**16),
+            num_hidden_layers=vision.integer(layers, high=2**9),
+            num_attention_heads=vision.integer(heads, high=2**16),
+            patch_size=vision.integer("patch_size", high=2**10),
+            merge_size=vision.integer(merge, high=2**6),
+            text_size=text.hidden_size,
+            **own,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{vision.file}: vision_config: {error}. Use another checkpoint") from error
+
+
+_OF_QWEN = ("depth", "num_heads", "spatial_merge_size")
+_OF_SIGLIP = ("num_hidden_layers", "num_attention_heads", "spatial_merge_size")
+_OF_GEMMA = ("num_hidden_layers", "num_attention_heads", "pooling_kernel_size")
+
+
 def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps: bool) -> PatchConfig:
     """taps: whether the family has some."""
     vision = vision.with_defaults(_PATCH_DEFAULTS | {"deepstack_visual_indexes": [8, 16, 24] if taps else []})
@@ -196,23 +239,14 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps
     side = math.isqrt(positions)
     if side * side != positions:
         vision.fail("num_position_embeddings", "must be the square of an integer. Correct the file")
-    try:
-        return PatchConfig(
-            hidden_size=vision.integer("hidden_size", high=2**16),
-            intermediate_size=vision.integer("intermediate_size", high=2**16),
-            num_hidden_layers=vision.integer("depth", high=2**9),
-            num_attention_heads=vision.integer("num_heads", high=2**16),
-            patch_size=vision.integer("patch_size", high=2**10),
-            frames=vision.integer("temporal_patch_size", high=2**6),
-            merge_size=vision.integer("spatial_merge_size", high=2**6),
-            position_side=side,
-            rope_theta=_tower_theta(vision),
-            taps=tuple(layers),
-            text_size=text.hidden_size,
-            axes=_axes(fields, text),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+    return _patch_tower(
+        *(vision, text, *_OF_QWEN),
+        frames=vision.integer("temporal_patch_size", high=2**6),
+        position_side=side,
+        rope_theta=_tower_theta(vision),
+        taps=tuple(layers),
+        axes=_axes(fields, text),
+    )
 
 
 def _read_flat_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
@@ -220,25 +254,14 @@ def _read_flat_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Patch
     vision = vision.with_defaults(_FLAT_DEFAULTS)
     _check_tower(vision, "num_channels")
     patch = vision.integer("patch_size", high=2**10)
-    try:
-        return PatchConfig(
-            hidden_size=vision.integer("hidden_size", high=2**16),
-            intermediate_size=vision.integer("intermediate_size", high=2**16),
-            num_hidden_layers=vision.integer("num_hidden_layers", high=2**9),
-            num_attention_heads=vision.integer("num_attention_heads", high=2**16),
-            patch_size=patch,
-            frames=1,
-            merge_size=vision.integer("spatial_merge_size", high=2**6),
-            position_side=vision.integer("image_size", high=2**16, low=patch) // patch,
-            rope_theta=_tower_theta(vision),
-            taps=(),
-            text_size=text.hidden_size,
-            axes=_axes_in_order(fields, text),
-            layer_norm_eps=vision.number("layer_norm_eps", high=1.0),
-            flat=True,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+    return _patch_tower(
+        *(vision, text, *_OF_SIGLIP),
+        position_side=vision.integer("image_size", high=2**16, low=patch) // patch,
+        rope_theta=_tower_theta(vision),
+        axes=_axes_in_order(fields, text),
+        layer_norm_eps=vision.number("layer_norm_eps", high=1.0),
+        flat=True,
+    )
 
 
 def _read_gated_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
@@ -248,25 +271,39 @@ def _read_gated_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Patc
     _check_features(vision, text)
     if not vision.flag("attention_bias", default=True):
         vision.fail("attention_bias", "not supported (layers without biases). Use a checkpoint with true")
-    try:
-        return PatchConfig(
-            hidden_size=vision.integer("hidden_size", high=2**16),
-            intermediate_size=vision.integer("intermediate_size", high=2**16),
-            num_hidden_layers=vision.integer("depth", high=2**9),
-            num_attention_heads=vision.integer("num_heads", high=2**16),
-            patch_size=vision.integer("patch_size", high=2**10),
-            frames=vision.integer("temporal_patch_size", high=2**6),
-            merge_size=vision.integer("spatial_merge_size", high=2**6),
-            position_side=0,
-            rope_theta=_tower_theta(vision),
-            taps=(),
-            text_size=text.hidden_size,
-            axes=_axes_in_order(fields, text),
-            layer_norm_eps=vision.number("rms_norm_eps", high=1.0),
-            gated=True,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+    return _patch_tower(
+        *(vision, text, *_OF_QWEN),
+        frames=vision.integer("temporal_patch_size", high=2**6),
+        rope_theta=_tower_theta(vision),
+        axes=_axes_in_order(fields, text),
+        layer_norm_eps=vision.number("rms_norm_eps", high=1.0),
+        gated=True,
+    )
+
+
+def _read_pooled_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
+    """Gemma 4's."""
+    vision = vision.with_defaults(_POOLED_DEFAULTS)
+    _check_tower(vision, None, activation="hidden_activation")
+    heads = vision.integer("num_attention_heads", high=2**16)
+    if vision.integer("num_key_value_heads", high=2**16) != heads:
+        vision.fail("num_key_value_heads", f"must be num_attention_heads, {heads}. Use such a checkpoint")
+    if vision.flag("attention_bias", default=False):
+        vision.fail("attention_bias", "not supported (layers with biases). Use a checkpoint with false")
+    decoder = fields.within("text_config") or fields
+    return _patch_tower(
+        *(vision, text, *_OF_GEMMA),
+        position_side=vision.integer("position_embedding_size", high=2**20),
+        rope_theta=_tower_theta(vision, default=100.0),
+        layer_norm_eps=vision.number("rms_norm_eps", high=1.0),
+        pooled=PooledForm(
+            head_dim=vision.integer("head_dim", high=2**12),
+            clipped=vision.flag("use_clipped_linears", default=False),
+            standardized=vision.flag("standardize", default=False),
+            in_windows=decoder.values.get("use_bidirectional_attention") == "vision",
+            blank_token=decoder.integer("pad_token_id", low=0, high=text.vocab_size - 1, default=0),
+        ),
+    )
 
 
 def _check_features(vision: Fields, text: ModelConfig) -> None:
@@ -277,20 +314,29 @@ def _check_features(vision: Fields, text: ModelConfig) -> None:
         )
 
 
-def _check_tower(vision: Fields, channels: str, activation: str = "gelu_pytorch_tanh") -> None:
-    """Raise CheckpointError unless a tower reads colours and has this activation. channels: the name of its field."""
-    if vision.integer(channels, high=2**10) != CHANNELS:
+def _check_tower(
+    vision: Fields,
+    channels: str | None,
+    function: str = "gelu_pytorch_tanh",
+    *,
+    activation: str = "hidden_act",
+) -> None:
+    """Raise CheckpointError unless a tower reads colours and has this activation function.
+
+    channels, activation: the names of these fields; None: it has none, and reads colours.
+    """
+    if channels is not None and vision.integer(channels, high=2**10) != CHANNELS:
         vision.fail(channels, f"only {CHANNELS} are supported. Use such a checkpoint")
-    if vision.values["hidden_act"] != activation:
-        vision.fail("hidden_act", f"only {activation} is supported. Use such a checkpoint")
+    if vision.values[activation] != function:
+        vision.fail(activation, f"only {function} is supported. Use such a checkpoint")
 
 
-def _tower_theta(vision: Fields) -> float:
+def _tower_theta(vision: Fields, default: float = 10000.0) -> float:
     """The base of a tower's rotary embedding."""
     rope = vision.within("rope_parameters") or Fields(vision.file, {})
     if rope.values.get("rope_type") not in (None, "axial"):
         rope.fail("rope_type", 'only "axial" is supported. Use such a checkpoint')
-    return rope.number("rope_theta", high=1e15, default=10000.0)
+    return rope.number("rope_theta", high=1e15, default=default)
 
 
 def _sections(fields: Fields, default: list[int] | None = None) -> tuple[Fields, list[int]]:
@@ -337,26 +383,53 @@ def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
 def vision_sources(config: VisionConfig | PatchConfig, family: Family) -> dict[str, tuple[Source, ...]]:
     """For every leaf of the tower, the checkpoint tensors stacked in it."""
     assert family.vision is not None
-    frames = (config.frames,) if isinstance(config, PatchConfig) and not config.flat else ()
-    kernel = (CHANNELS, *frames, config.patch_size, config.patch_size)
+    stored = _stored_forms(config)
     sources = {}
     for leaf, shape in leaf_shapes(config).items():
         _, index, kind = leaf.split(".") if "." in leaf else ("", "", leaf)
         names = family.vision[kind]
-        rest = kernel if kind == "patch" else shape[1:]
-        if kind == "downsample":
-            assert isinstance(config, PatchConfig)
-            rest = (config.hidden_size, config.merge_size, config.merge_size)
+        rest, convert = stored.get(kind, (shape[1:], None))
+        own = (math.prod(shape) // math.prod(rest) // len(names), *rest)
+        if kind.endswith("_bounds"):
+            own, convert = (), _finite
         sources[leaf] = tuple(
             Source(
                 name=name.format(index=index),
-                shape=(shape[0] // len(names), *rest),
+                shape=own,
                 offset=1.0 if kind == "soft_norm" else 0.0,  # Gemma's norms are stored minus one
-                convert=_by_patch if kind == "downsample" else None,
+                convert=convert,
             )
             for name in names
         )
     return sources
+
+
+def _stored_forms(config: VisionConfig | PatchConfig) -> dict[str, tuple[tuple[int, ...], Convert | None]]:
+    """By the names of leaves whose rows are stored in another form: the shape of a row, and what converts blocks."""
+    size = config.patch_size
+    if not isinstance(config, PatchConfig):
+        return {"patch": ((CHANNELS, size, size), None)}
+    if config.pooled is not None:
+        return {
+            "patch": ((CHANNELS * size * size,), functools.partial(_colours_first, size)),
+            "positions": ((config.position_side, config.hidden_size), None),
+        }
+    frames = () if config.flat else (config.frames,)
+    return {
+        "patch": ((CHANNELS, *frames, size, size), None),
+        "downsample": ((config.hidden_size, config.merge_size, config.merge_size), _by_patch),
+    }
+
+
+def _colours_first(size: int, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Rows `[N, p p 3]` in the order of a convolution's kernel: `[N, 3, p, p]`."""
+    return np.ascontiguousarray(rows.reshape(-1, size, size, CHANNELS).transpose(0, 3, 1, 2))
+
+
+def _finite(bounds: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Bounds of values: infinite ones become the largest numbers."""
+    largest = np.finfo(np.float32).max
+    return np.clip(bounds.astype(np.float32), -largest, largest)
 
 
 def _by_patch(kernels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -83,7 +83,7 @@ class Dispatch:
             `graphs.config.POOLING_TYPES`; None: prompts are not pooled. features: None without a vision tower.
         """
         self._features = features
-        self._rope_offsets = features is not None and bool(features.tower.config.axes)
+        self._rope_offsets = features is not None and features.turns
         self._takes_host_arrays = takes_host_arrays
         self.put = put
         self._after = AfterPrefill(
@@ -116,7 +116,7 @@ class Dispatch:
         config = self._config
         for lanes in config.prefill_lanes:
             for bucket in buckets:
-                idle = self.put(pack(idle_lanes(config, lanes, rope_offsets=self._rope_offsets)))
+                idle = self.put(pack(idle_lanes(config, lanes, self._features)))
                 _, _, hidden, *seen = self.run_prefill(program_name(PREFILL, lanes=lanes, keys=bucket), idle)
             self._after.warm_up(lanes, hidden, [hidden, *seen][-1], idle)
         for bucket in buckets:
@@ -197,9 +197,10 @@ class Dispatch:
         armed = {lane: row for lane, row in last.items() if not isinstance(row.params, PoolingParams)}
         adapters = [settings[chunk.request_id].adapter for chunk in chunks] if self._lora else None
         whole = None if self.reads_all else [bool(scored_targets(chunk, settings)) for chunk in chunks]
-        feature = (
-            None if self._features is None else self._features.of_chunks(chunks, lanes, self._chunk_size)
-        )
+        feature = reach = None
+        if self._features is not None:
+            feature = self._features.of_chunks(chunks, lanes, self._chunk_size)
+            reach = self._features.reach(chunks, lanes, self._chunk_size)
         filled = make_lanes(
             chunks,
             armed,
@@ -209,6 +210,7 @@ class Dispatch:
             adapters=adapters,
             whole=whole,
             feature=feature,
+            reach=reach,
             placed=[settings[chunk.request_id] for chunk in chunks] if self._rope_offsets else None,
         )
         work: Any = self.put(pack(filled)) if self._after.reads_prompts else self._given(pack(filled))

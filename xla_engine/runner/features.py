@@ -11,7 +11,7 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory, Program, program_name
-from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
+from xla_engine.graphs.vision.config import NO_LAYERS, WINDOW_LAYERS, PatchConfig, VisionConfig
 from xla_engine.runner.vision_tower import PartlyEncoded, VisionTower
 from xla_engine.scheduler import Chunk, Encode
 
@@ -28,13 +28,16 @@ def places_within(config: VisionConfig | PatchConfig, num_bytes: int) -> int:
     return max(num_bytes // place_bytes(config), 1)
 
 
-def too_few_lanes(vision: VisionConfig | PatchConfig, config: EngineConfig) -> str | None:
-    """Why no prefill call has room for a tile whose positions see each other, and what to do; None if one has."""
-    needed = -(-vision.place_tokens // config.chunk_size)
-    if not vision.averages or needed <= config.prefill_lanes[-1]:
+def too_few_lanes(vision: VisionConfig | PatchConfig, tokens: int, config: EngineConfig) -> str | None:
+    """Why no prefill call has room for a tile whose positions see each other, and what to do; None if one has.
+
+    tokens: the most of a tile.
+    """
+    needed = -(-tokens // config.chunk_size)
+    if vision.sees_ahead == NO_LAYERS or needed <= config.prefill_lanes[-1]:
         return None
     return (
-        f"the {vision.place_tokens} tokens of a picture run in one prefill call, and the largest has "
+        f"the {tokens} tokens of a picture run in one prefill call, and the largest has "
         f"{config.prefill_lanes[-1]} lanes of chunk_size {config.chunk_size}; raise the last of prefill_lanes to "
         f"{needed}"
     )
@@ -99,22 +102,46 @@ class FeatureBuffer:
         """`Lanes.feature` of a prefill call: i32 `[lanes, width]`."""
         found = np.full((lanes, width), -1, np.int32)
         for lane, chunk in enumerate(chunks):
-            for at, place, row, length in chunk.features:
-                begin = place * self.place_tokens + row
-                found[lane, at : at + length] = np.arange(begin, begin + length, dtype=np.int32)
+            for span in chunk.features:
+                begin = span.place * self.place_tokens + span.row
+                rows = np.arange(begin, begin + span.length, dtype=np.int32)
+                found[lane, span.at : span.at + span.length] = rows
         return found
 
     @property
-    def group(self) -> int | None:
-        """Positions of a tile that see each other in both directions; None if all see only what is before them."""
-        return self.place_tokens if self.tower.config.averages else None
+    def turns(self) -> bool:
+        """Whether keys and queries of the decoder turn by rows and columns of pictures (M-RoPE)."""
+        return bool(self.tower.config.axes)
+
+    @property
+    def prefill_form(self) -> dict[str, Any]:
+        """The fields of `PrefillForm` about pictures."""
+        tower = self.tower.config
+        only_windows = tower.sees_ahead == WINDOW_LAYERS
+        return {"axes": tower.axes, "only_windows": only_windows, "blank_token": tower.blank_token}
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the positions of a tile see each other in both directions, in some layers at least."""
+        return self.tower.config.sees_ahead != NO_LAYERS
+
+    def reach(self, chunks: Sequence[Chunk], lanes: int, width: int) -> Any:
+        """`Lanes.reach` of a prefill call: i32 `[lanes, width]`, of a tile's positions its end."""
+        if not self.sees_ahead:
+            return None
+        found = np.tile(np.arange(1, width + 1, dtype=np.int32), (lanes, 1))
+        for lane, chunk in enumerate(chunks):
+            for span in chunk.features:
+                found[lane, span.at : span.at + span.length] = span.end
+            found[lane] += chunk.start
+        return found
 
     def joined(self, chunks: Sequence[Chunk]) -> frozenset[int]:
-        """Indices of chunks that run in the call of the chunk before, because they go on with its group."""
+        """Indices of chunks that run in the call of the chunk before, because they go on with its tile."""
         return frozenset(
             index
             for index, chunk in enumerate(chunks)
-            if self.group and chunk.features and chunk.features[0].at == 0 and chunk.features[0].row > 0
+            if self.sees_ahead and chunk.features and chunk.features[0].begin < 0
         )
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """The input arrays of prefill and verify calls, and the interpretation of what a verify call returns."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from xla_engine.graphs.steps.verify import Drafts
 from xla_engine.runner.row_settings import RowSettings, sampling_rows
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.scheduler import NO_TOKEN, Chunk, ResultMismatchError, VerifyRow
+
+if TYPE_CHECKING:
+    from xla_engine.runner.features import FeatureBuffer
 
 # A draft may have this many times the width of a verify step in tokens: the steps in flight consume up to `width` of
 # them each before this one runs, and the host does not know yet how many.
@@ -28,6 +33,7 @@ def make_lanes(
     adapters: Sequence[int] | None = None,
     whole: Sequence[bool] | None = None,
     feature: Any = None,
+    reach: Any = None,
     placed: Sequence[RowSettings] | None = None,
 ) -> Lanes:
     """Host arrays of one prefill call.
@@ -36,7 +42,7 @@ def make_lanes(
     dry: include the parameters of DRY.
     adapters: adapter slots of the chunks; None in an engine without adapters.
     whole: whether each chunk is whole, as in `Lanes`; None: all are.
-    feature: as in `Lanes`.
+    feature, reach: as in `Lanes`.
     placed: the settings of the chunks, if their positions are not simply 0, 1, .. (M-RoPE); otherwise None.
     """
     # Any, because the fields of `Lanes` are declared as jax arrays.
@@ -82,15 +88,19 @@ def make_lanes(
         whole=is_whole,
         adapter=adapter,
         feature=feature,
+        reach=reach,
         positions=positions,
         rope_offset=rope_offset,
     )
 
 
-def idle_lanes(config: EngineConfig, lanes: int, *, rope_offsets: bool = False) -> Lanes:
-    """The input of a prefill call without work. rope_offsets: with `Lanes.positions`."""
+def idle_lanes(config: EngineConfig, lanes: int, features: FeatureBuffer | None = None) -> Lanes:
+    """The input of a prefill call without work. features: None without a vision tower."""
     adapters = () if config.enable_lora else None
-    feature = np.full((lanes, config.chunk_size), -1, np.int32) if config.image_cache_bytes else None
+    feature = reach = None
+    if features is not None:
+        feature = features.of_chunks((), lanes, config.chunk_size)
+        reach = features.reach((), lanes, config.chunk_size)
     return make_lanes(
         [],
         {},
@@ -99,7 +109,8 @@ def idle_lanes(config: EngineConfig, lanes: int, *, rope_offsets: bool = False) 
         dry=config.enable_dry,
         adapters=adapters,
         feature=feature,
-        placed=() if rope_offsets else None,
+        reach=reach,
+        placed=() if features is not None and features.turns else None,
     )
 
 

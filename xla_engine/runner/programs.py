@@ -92,8 +92,8 @@ def make_programs(
     taps = () if proposer is None else proposer.taps
     verify = verify_step if proposer is None else proposer.verify
     proposer_state = () if proposer is None else _abstract(proposer.takes)
-    group, axes = (None, ()) if features is None else (features.group, features.tower.config.axes)
     more = () if features is None else (_abstract(features.rows),)
+    sighted = {} if features is None else features.prefill_form
     programs: list[Program] = []
 
     def add(
@@ -114,9 +114,9 @@ def make_programs(
     for bucket in buckets:
         form = StepForm(spec, bucket, processed)
         add(decode_name(bucket), functools.partial(decode_step, form), scheduled, isa=spec.isa)
-        prefill = functools.partial(prefill_chunk, PrefillForm(form, config.head_rows, taps, group, axes))
+        prefill = functools.partial(prefill_chunk, PrefillForm(form, config.head_rows, taps, **sighted))
         for lanes in config.prefill_lanes:
-            idle = idle_lanes(config, lanes, rope_offsets=bool(axes))
+            idle = idle_lanes(config, lanes, features)
             add(program_name(PREFILL, lanes=lanes, keys=bucket), prefill, None, idle, more)
         donate = (2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3)
         for lanes, width in config.verify_shapes:
@@ -135,7 +135,7 @@ def make_programs(
             pool = functools.partial(pool_chunk, spec, pooling, config.chunk_size)
             programs.append(_of_hidden(POOL, lanes, pool, spec, weights, tokens, lanes))
         if proposer is not None and proposer.read is not None:
-            idle = idle_lanes(config, lanes)
+            idle = idle_lanes(config, lanes, features)
             width = spec.config.hidden_size * max(1, len(taps))
             seen = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
             programs.append(

@@ -121,7 +121,7 @@ class Runner:
         """Make the feature buffer, if there is a tower. As resolved, the configuration tells whether there is one."""
         self.features: FeatureBuffer | None = None
         if tower is not None:
-            if (why := too_few_lanes(tower.config, config)) is not None:
+            if (why := too_few_lanes(tower.config, tower.most_tokens, config)) is not None:
                 raise ConfigError(why)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
         kept = None if self.features is None else self.features.rows.nbytes
@@ -165,7 +165,7 @@ class Runner:
             self.context_length,
             planned.pool,
             devices,
-            rope_offsets=self.features is not None and bool(self.features.tower.config.axes),
+            rope_offsets=self.features is not None and self.features.turns,
         )
         if self._device_proposer is not None:
             by_name = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))

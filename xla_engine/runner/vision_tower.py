@@ -19,7 +19,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, program_name
 from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.rope import cosines_and_sines, power
-from xla_engine.graphs.vision.config import BUCKETS, CHANNELS, PatchConfig
+from xla_engine.graphs.vision.config import CHANNELS, PatchConfig
 from xla_engine.graphs.vision.layers import (
     EMBED,
     HEADS,
@@ -60,18 +60,20 @@ def slice_operations(model: ModelConfig, options: EngineConfig) -> float:
 
 def operations(c: Config, kind: str, rows: int, part: int) -> int:
     """Of a call of a program for `rows` patches, or for `part` of them."""
-    d = c.hidden_size
+    d, inner = c.hidden_size, c.num_attention_heads * c.head_dim
     if kind == EMBED:
         return 2 * rows * d * CHANNELS * c.frames * c.patch_size * c.patch_size
     if kind == HEADS:
-        return 6 * rows * d * d
+        return 6 * rows * d * inner
     if kind == ROWS:
-        scores = part * rows * (4 * d + _SCORE * c.num_attention_heads)
-        matrices = 3 if isinstance(c, PatchConfig) and c.gated else 2
-        return 2 * part * d * (d + matrices * c.intermediate_size) + scores
+        scores = part * rows * (4 * inner + _SCORE * c.num_attention_heads)
+        matrices = 3 if isinstance(c, PatchConfig) and (c.gated or c.pooled is not None) else 2
+        return 2 * part * d * (inner + matrices * c.intermediate_size) + scores
     if kind == LAYER:
         return operations(c, HEADS, rows, rows) + operations(c, ROWS, rows, rows)
-    joined = d if c.averages else c.merged * d
+    if isinstance(c, PatchConfig) and c.pooled is not None:
+        return 2 * part // c.merged * d * c.text_size
+    joined = d if not isinstance(c, PatchConfig) and c.averages else c.merged * d
     if isinstance(c, PatchConfig) and c.gated:
         return 2 * part // c.merged * c.text_size * (joined + c.text_size + 3 * c.merger_size)
     if isinstance(c, PatchConfig):  # a tap, or the end
@@ -89,10 +91,11 @@ class TowerSlices:
         """most_tokens: of a picture; None: as many as any tower reads. limit: operations of a slice; None: each call
         is one."""
         self._config, self._limit = config, limit
-        sizes: tuple[int, ...] = BUCKETS if isinstance(config, PatchConfig) else (config.patches,)
+        sizes: tuple[int, ...] = config.buckets if isinstance(config, PatchConfig) else (config.patches,)
+        unit = config.place_tokens * config.merged if isinstance(config, PatchConfig) else 1
         most = sizes[-1] if most_tokens is None else most_tokens * config.merged
         pairs = zip((0, *sizes), sizes, strict=False)
-        self.parts = {rows: rows_of_part(rows) for before, rows in pairs if before < most}
+        self.parts = {rows: rows_of_part(rows, unit) for before, rows in pairs if before < most}
         self._by_patches: dict[int, tuple[int, Slices]] = {}
         before = 0
         for rows, part in self.parts.items():
@@ -177,13 +180,17 @@ class VisionTower:
         table: Array,
         fingerprint: str = "given",
         slices: TowerSlices | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         """weights: by the names of `leaf_shapes`. table: `ImageProcessor.table`. slices: by default, each call is one.
+
+        most_tokens: of a tile of the processor; None: as many as the tower reads.
 
         fingerprint: of everything that features depend on besides a picture's file; part of an engine's identity.
         """
         self.config, self.fingerprint = config, fingerprint
-        self.slices = TowerSlices(config) if slices is None else slices
+        self.slices = TowerSlices(config, most_tokens) if slices is None else slices
+        self.most_tokens = most_tokens or self.slices.by_tokens[-1][0]
         self._inventory = Inventory()
         programs = [
             tower_programs(config, jnp.dtype(DTYPES[dtype]), *each) for each in self.slices.parts.items()
@@ -304,10 +311,14 @@ def patch_inputs(c: PatchConfig, tile: Array, rows: int) -> tuple[list[Array], A
     patches = patches_of(tile, c.patch_size, c.merge_size)
     height, width = tile.shape[0] // c.patch_size, tile.shape[1] // c.patch_size
     row, column = places(height, width, c.merge_size)
-    near = (
-        interpolated(row, column, height, width, c.position_side, centred=c.flat) if c.position_side else ()
-    )
-    turned = angles(np.stack([row, column], axis=1), c.rope_theta, c.head_dim)
+    near: tuple[Array, ...] = ()
+    at = np.stack([row, column], axis=1)
+    if c.pooled is not None:
+        at = at[:, ::-1]  # columns first
+        near = ((at + np.array([0, c.position_side])).astype(np.int32), np.ones(at.shape, np.float32))
+    elif c.position_side:
+        near = interpolated(row, column, height, width, c.position_side, centred=c.flat)
+    turned = angles(at, c.rope_theta, c.head_dim)
 
     def padded(each: Array) -> Array:
         found = np.zeros((rows, *each.shape[1:]), each.dtype)

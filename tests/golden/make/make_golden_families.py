@@ -490,6 +490,12 @@ def tower(hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
     return {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads}
 
 
+def soft_tower(hidden: int, intermediate: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """A tower of Gemma 4."""
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": heads, "head_dim": head_dim, "patch_size": 2}
+    return {**sizes, "position_embedding_size": 216, **tower(hidden, intermediate, heads)}
+
+
 def sighted(text: dict[str, Any], scale: int, **vision: Any) -> dict[str, Any]:
     """A decoder with a tower and a connector."""
     return {
@@ -529,14 +535,22 @@ CASES |= {
             "image_token_index": VOCABULARY - 1,
         },
     ),
-    "gemma4_vision": (  # pictures are not read
+    "gemma4_vision": (
         "Gemma4ForConditionalGeneration",
         0.3,
         {
             "text_config": {"vocab_size": VOCABULARY, **CASES["gemma4"][2]},
-            "vision_config": {"num_hidden_layers": 1, "patch_size": 4, "head_dim": 8, "hidden_size": 8}
-            | {"intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
-            | {"position_embedding_size": 16},
+            "vision_config": {**soft_tower(36, 44, 3, 8), "use_clipped_linears": True},
+            "audio_config": None,
+        },
+    ),
+    "gemma4_vision_windows": (  # a picture is longer than a window
+        "Gemma4ForConditionalGeneration",
+        0.3,
+        {
+            "text_config": {"vocab_size": VOCABULARY, **CASES["gemma4_keys"][2]}
+            | {"use_bidirectional_attention": "vision", "sliding_window": 21},
+            "vision_config": {**soft_tower(32, 20, 2, 20), "standardize": True},
             "audio_config": None,
         },
     ),
@@ -710,6 +724,12 @@ def random_model(name: str, seed: int) -> Any:
                 ("e_score_correction_bias", "expert_bias")
             ):  # as large as the scores' differences
                 buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).bfloat16().float())
+            if buffer_name.endswith(("_min", "_max", "std_bias", "std_scale")):  # of the tower of Gemma 4
+                shifts = {"min": -1.5, "max": 1.5, "bias": 0.0, "scale": 1.0}
+                shift = shifts[buffer_name.rpartition("_")[2]]
+                buffer.copy_(
+                    (shift + 0.3 * torch.randn(buffer.shape, generator=generator)).bfloat16().float()
+                )
         if name.endswith("mxfp4"):
             for parameter_name, (blocks, scales) in mxfp4_tensors(config, seed).items():
                 dequantised = convert_moe_packed_tensors(blocks, scales).float()
@@ -801,6 +821,8 @@ def golden(model: Any, seed: int, least_gap: float = 0.0) -> dict[str, np.ndarra
 
 
 GRIDS = ((6, 10), (4, 2), (2, 12), (18, 16))  # rows and columns of patches
+SOFT_GRIDS = ((15, 18), (3, 3), (3, 18), (27, 27))  # those of Gemma 4
+SOFT_TOKENS = 140  # of a padded picture
 
 
 def patch_processor(config: Any) -> Any:
@@ -829,6 +851,30 @@ def seen_patches(model: Any, seed: int) -> dict[str, np.ndarray]:
     return found
 
 
+def soft_processor(config: Any) -> Any:
+    """What cuts pictures into patches for Gemma 4, and adds padding."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil(
+        patch_size=config.vision_config.patch_size, max_soft_tokens=SOFT_TOKENS, do_resize=False
+    )
+
+
+@torch.inference_mode()
+def seen_softly(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """Pictures of any proportions and their features, by Gemma 4."""
+    draw, found = np.random.default_rng(seed), {}
+    size, processor = model.config.vision_config.patch_size, soft_processor(model.config)
+    for at, (rows, columns) in enumerate(SOFT_GRIDS):
+        tile = draw.integers(0, 256, (rows * size, columns * size, 3), dtype=np.uint8)
+        given = processor(tile, return_tensors="pt")
+        assert list(map(int, given["num_soft_tokens_per_image"])) == [rows * columns // 9]
+        out = model.model.get_image_features(given["pixel_values"], given["image_position_ids"])
+        (features,) = out.pooler_output
+        found |= {f"tile{at}": tile, f"features{at}": features.numpy()}
+    return found
+
+
 @torch.inference_mode()
 def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
@@ -842,6 +888,8 @@ def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     )
     if isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return seen_patches(model, seed)
+    if isinstance(model, transformers.Gemma4ForConditionalGeneration):
+        return seen_softly(model, seed)
     kinds = ("Idefics3PreTrainedModel", "SmolVLMPreTrainedModel", "Gemma3ForConditionalGeneration")
     if not isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return {}

@@ -5,7 +5,7 @@
 Run with the `oracle` extra and Pillow installed. The pictures are those of make_golden_images.py; the file has each
 STEPth of them by Qwen3-VL's backend: its rows and columns of patches, and a digest of the float32 `pixel_values`. Then
 for each of `PROMPTS` the text after expansion, as `Qwen3VLProcessor.replace_image_token` writes it. Then the pictures
-by each of `OTHERS`.
+by each of `OTHERS` and by Gemma 4.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
 
 MAKE = Path(__file__).parent
@@ -47,6 +48,11 @@ PROMPTS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
 
 
 OTHERS = ("paddleocr_vl", "glm46v")  # transformers' modules
+SOFT_PROCESSORS: dict[str, dict[str, Any]] = {  # of Gemma 4
+    "small": {"max_soft_tokens": 70, "patch_size": 4},
+    "whole": {"max_soft_tokens": 140, "patch_size": 3, "pooling_kernel_size": 2},
+    "bicubic": {"max_soft_tokens": 70, "patch_size": 5, "pooling_kernel_size": 1, "resample": 1},
+}
 
 
 def backend(module: str) -> Any:
@@ -66,6 +72,21 @@ def seen(module: str, step: int) -> list[list[Any]]:
     return found
 
 
+def seen_softly(step: int) -> list[list[Any]]:
+    """The same by Gemma 4's backend, without padding, and with values from -1 to 1 as its tower makes them."""
+    processors = {name: backend("gemma4")(**fields) for name, fields in SOFT_PROCESSORS.items()}
+    found = []
+    for name, kind, data in BASE.pictures(0, step):
+        made = processors[kind](ImageOps.exif_transpose(Image.open(BytesIO(data))), return_tensors="np")
+        places, merge = made["image_position_ids"][0], processors[kind].pooling_kernel_size
+        used = places[:, 0] >= 0
+        columns, rows = (places[used].max(0) + 1).tolist()
+        assert made["num_soft_tokens_per_image"] == [rows * columns // merge**2]
+        values = 2 * (made["pixel_values"][0][used] - 0.5)
+        found.append([name, rows, columns, BASE.digest(values.astype(np.float32))])
+    return found
+
+
 def golden(step: int = STEP) -> dict[str, Any]:
     """step: 1 for all pictures."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -81,7 +102,7 @@ def golden(step: int = STEP) -> dict[str, Any]:
             for at in range(len(sizes))
         ]
         prompts.append("".join(map("".join, zip(parts, [*runs, ""], strict=True))))
-    others = {module: seen(module, step) for module in OTHERS}
+    others = {module: seen(module, step) for module in OTHERS} | {"gemma4": seen_softly(step)}
     return {"pictures": seen("qwen2_vl", step), "prompts": prompts, **others}
 
 

@@ -28,7 +28,10 @@ PATCHES = {
     "qwen3_5_vision": "Qwen3_5ForConditionalGeneration",
     "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
     "glm_ocr": "GlmOcrForConditionalGeneration",
+    "gemma4_vision": "Gemma4ForConditionalGeneration",
+    "gemma4_vision_windows": "Gemma4ForConditionalGeneration",
 }
+IMAGE = 197  # the id of <|image|>, if that of the configuration is none of the vocabulary
 GOLDEN = Path(__file__).parents[1]
 NEW_TOKENS = 48
 
@@ -90,12 +93,19 @@ def tokens_of_patches(name: str) -> list[dict[str, object]]:
     kind = getattr(transformers, PATCHES[name])
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     arrays, config = np.load(directory / "golden.npz"), model.config
-    image, processor = config.image_token_id, families["patch_processor"](config)
+    soft = config.model_type == "gemma4"
+    if soft:
+        config.image_token_id = IMAGE
+    processor = families["soft_processor" if soft else "patch_processor"](config)
+    image = config.image_token_id
     found = []
     for tiles in ((0,), (1, 2)):
         pictures = [arrays[f"tile{at}"] for at in tiles]
         given = processor(pictures, do_resize=False, return_tensors="pt")
-        counts = (given["image_grid_thw"].prod(1) // 4).tolist()
+        if soft:
+            counts = list(map(int, given.pop("num_soft_tokens_per_image")))
+        else:
+            counts = (given["image_grid_thw"].prod(1) // 4).tolist()
         for seed in range(1000):
             draw = np.random.default_rng(seed)
             ids, starts = draw.integers(0, 190, 5).tolist(), []

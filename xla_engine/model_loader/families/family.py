@@ -143,10 +143,13 @@ def within_vision_model(
     model: str,
     ignores: str,
     head: str = "lm_head.weight",
+    others: Mapping[str, tuple[str, ...] | Sources] | None = None,
     **changes: Any,
 ) -> Family:
-    """The text decoder of a vision-language checkpoint. model: prefix of its tensors. changes: of other fields."""
+    """The text decoder of a vision-language checkpoint. model: prefix of its tensors. others: the tensors of leaves
+    outside of layers that other decoders do not have. changes: of other fields."""
     tensors = {
+        **(others or {}),
         "embed": (f"{model}embed_tokens.weight",),
         "final_norm": (f"{model}norm.weight",),
         "head": (head,),

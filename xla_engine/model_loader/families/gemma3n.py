@@ -2,7 +2,6 @@
 keys and values, and MLPs that cut off most gates."""
 
 import math
-from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -21,7 +20,7 @@ from xla_engine.model_loader.families.dense import (
     layer_count,
     layer_types,
 )
-from xla_engine.model_loader.families.family import Family, Source, Tensors
+from xla_engine.model_loader.families.family import Family, Source, Tensors, within_vision_model
 from xla_engine.model_loader.families.gemma4 import LAYER_END, OTHER_SENSES, UNUSED_KEYS, layer_inputs
 from xla_engine.model_loader.json_fields import Fields
 
@@ -149,18 +148,11 @@ GEMMA3N = Family(
     ignores=UNUSED_KEYS,
 )
 # Its decoder: pictures and sound are not read.
-GEMMA3N_VISION = replace(
+GEMMA3N_VISION = within_vision_model(
     GEMMA3N,
-    architecture="Gemma3nForConditionalGeneration",
-    model_type="gemma3n",
-    tensors={
-        **GEMMA3N.tensors,
-        **layer_inputs(LANGUAGE_MODEL),
-        **_streams(LANGUAGE_MODEL),
-        "embed": (f"{LANGUAGE_MODEL}embed_tokens.weight",),
-        "final_norm": (f"{LANGUAGE_MODEL}norm.weight",),
-    },
-    layer=LANGUAGE_MODEL + "layers.{index}.",
-    text_type=GEMMA3N.model_type,
+    "Gemma3nForConditionalGeneration",
+    "gemma3n",
+    model=LANGUAGE_MODEL,
     ignores=OTHER_SENSES + UNUSED_KEYS,
+    others=layer_inputs(LANGUAGE_MODEL) | _streams(LANGUAGE_MODEL),
 )

@@ -2,7 +2,6 @@
 an MLP."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from xla_engine.model_loader.families.dense import (
     layer_types,
 )
 from xla_engine.model_loader.families.experts import each_expert
-from xla_engine.model_loader.families.family import Family, Source, Tensors
+from xla_engine.model_loader.families.family import Family, Source, Tensors, within_vision_model
 from xla_engine.model_loader.json_fields import Fields
 
 _LARGEST = 2**31 - 1
@@ -161,18 +160,49 @@ GEMMA4 = Family(
     rope_local=True,
     ignores=UNUSED_KEYS,
 )
-# Its decoder: pictures and sound are not read.
-GEMMA4_VISION = replace(
+
+
+def _tower(model: str) -> dict[str, tuple[str, ...]]:
+    """The tensors of the tower of `graphs.vision.gemma4` by leaf. model: prefix of the names of all modules."""
+    tower = f"{model}vision_tower."
+    layer = f"{tower}encoder.layers.{{index}}."
+    products = {
+        "qkv": tuple(f"{layer}self_attn.{part}_proj" for part in "qkv"),
+        "output": (f"{layer}self_attn.o_proj",),
+        "gate_up": (f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
+        "down": (f"{layer}mlp.down_proj",),
+    }
+    norms = {
+        "norm1": "input_layernorm",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "output_norm": "post_attention_layernorm",
+        "norm2": "pre_feedforward_layernorm",
+        "down_norm": "post_feedforward_layernorm",
+    }
+    bounds = ("input_min", "input_max", "output_min", "output_max")
+    return {
+        "patch": (f"{tower}patch_embedder.input_proj.weight",),
+        "positions": (f"{tower}patch_embedder.position_embedding_table",),
+        **{leaf: (f"{layer}{name}.weight",) for leaf, name in norms.items()},
+        **{leaf: tuple(f"{name}.linear.weight" for name in names) for leaf, names in products.items()},
+        **{
+            f"{leaf}_bounds": tuple(f"{name}.{bound}" for name in names for bound in bounds)
+            for leaf, names in products.items()
+        },
+        "shift": (f"{tower}std_bias",),
+        "scale": (f"{tower}std_scale",),
+        "projection": (f"{model}embed_vision.embedding_projection.weight",),
+    }
+
+
+# With its tower; sound is not read.
+GEMMA4_VISION = within_vision_model(
     GEMMA4,
-    architecture="Gemma4ForConditionalGeneration",
-    model_type="gemma4",
-    tensors={
-        **GEMMA4.tensors,
-        **layer_inputs(LANGUAGE_MODEL),
-        "embed": (f"{LANGUAGE_MODEL}embed_tokens.weight",),
-        "final_norm": (f"{LANGUAGE_MODEL}norm.weight",),
-    },
-    layer=LANGUAGE_MODEL + "layers.{index}.",
-    text_type=GEMMA4.model_type,
+    "Gemma4ForConditionalGeneration",
+    "gemma4",
+    model=LANGUAGE_MODEL,
     ignores=OTHER_SENSES + GEMMA4.ignores,
+    others=layer_inputs(LANGUAGE_MODEL),
+    vision=_tower("model."),
 )
