@@ -30,7 +30,12 @@ TABLE = value_table(SimpleNamespace(rescale_factor=1 / 255, image_mean=(0.5,) * 
 IMAGE, UNIT, MOST = 197, 6, 48  # the id of <|image|>; pixels of a token's side; tokens of a picture
 LAYERS, WINDOWS = "gemma4_vision", "gemma4_vision_windows"
 LANES = replace(SMALL, prefill_lanes=(2, 6))
-GRIDS = ((3, 5), (1, 2), (7, 6), (4, 2))  # rows and columns of tokens; the third takes two places of the buffer
+GRIDS = (
+    (3, 5),
+    (1, 2),
+    (7, 6),
+    (4, 2),
+)  # rows and columns of tokens; the third takes two places of the buffer
 PROMPTS = ((0,), (4,), (1, 2), (3, 0))  # (0,) and (4,) are equal but for the pixels
 
 

@@ -162,7 +162,7 @@ def test_overrides_are_checked(tmp_path: Path) -> None:
         ({"use_clipped_linears": False}, r"input_max' is not part of the model"),
         ({"standardize": True}, r"std_bias is missing"),
         ({"position_embedding_size": 99}, r"position_embedding_table has shape"),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:

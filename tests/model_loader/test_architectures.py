@@ -22,6 +22,7 @@ from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, tensor_sources
 from xla_engine.model_loader.families.refused import REFUSED
 from xla_engine.model_loader.vision import read_vision, vision_sources
+from xla_engine.runner.vision_tower import TowerSlices
 
 # name -> words of the refusal
 REFUSALS = {
@@ -64,6 +65,21 @@ def test_the_tower_of_a_published_configuration_runs(
     if isinstance(vision, PatchConfig):
         assert vision.position_side**2 == patches
         assert [vision.axes.count(axis) for axis in range(3)] == [16, 24, 24]
+
+
+@pytest.mark.parametrize("name", [each for each in PUBLISHED_THIS_YEAR if each.startswith("gemma-4")])
+def test_the_tower_of_a_published_gemma_4_runs(name: str, tmp_path: Path) -> None:
+    """Each leaf has its tensors, small towers have bounds, and large decoders look ahead in layers with a window."""
+    fields = open_named(write(tmp_path, name)).config_fields()
+    text, family = transformers_model(fields)
+    vision, large = read_vision(fields, family, text), not name.endswith(("E2B-it", "E4B-it"))
+    shapes = leaf_shapes(vision)
+    assert vision_sources(vision, family).keys() == shapes.keys()
+    assert isinstance(vision, PatchConfig) and vision.text_size == text.hidden_size
+    assert vision.tokens_of((912, 672, 3)) == 266 and vision.head_dim == (72 if large else 64)
+    assert ("shift" in shapes, "layers.0.qkv_bounds" in shapes) == (large, not large)
+    assert (vision.sees_ahead, vision.blank_token) == ("sliding_attention" if large else "none", 0)
+    assert tuple(TowerSlices(vision, 280).parts) == (630, 1260, 2520)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSALS))

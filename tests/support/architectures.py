@@ -56,6 +56,31 @@ def gemma3n(layers: int, width: int, sharing: int) -> dict[str, Any]:
     return within("Gemma3nForConditionalGeneration", "gemma3n", text | own, audio_config={})
 
 
+OF_LAYERS = {"hidden_size_per_layer_input": 256, "sliding_window": 512, "use_bidirectional_attention": None}
+BOTH_WAYS = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "attention_k_eq_v": True}
+BOTH_WAYS |= {"use_bidirectional_attention": "vision"}
+
+
+def soft_tower(hidden: int, intermediate: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+    """A tower of Gemma 4."""
+    sizes = dict(zip(_SIZES, (hidden, intermediate, layers, heads, heads), strict=False))
+    common = {"head_dim": hidden // heads, "patch_size": 16, "pooling_kernel_size": 3}
+    common |= {"position_embedding_size": 10240, "rms_norm_eps": 1e-6, "model_type": "gemma4_vision"}
+    common["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
+    return sizes | common | {"hidden_activation": "gelu_pytorch_tanh"} | fields
+
+
+SMALL_TOWER = soft_tower(768, 3072, 16, 12, use_clipped_linears=True, standardize=False)
+LARGE_TOWER = soft_tower(1152, 4304, 27, 16, use_clipped_linears=False, standardize=True)
+
+
+def gemma4(sizes: tuple[int, ...], tower: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """sizes: hidden, MLP, layers, query heads, key heads."""
+    text = config("", "gemma4_text", *sizes, 262144, 131072, head_dim=256, global_head_dim=512)
+    text |= {"final_logit_softcapping": 30.0, "pad_token_id": 0, **fields}
+    return within("Gemma4ForConditionalGeneration", "gemma4", text) | {"vision_config": tower}
+
+
 DELTA = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -131,11 +156,22 @@ del KIMI["max_position_embeddings"]
 # name -> configuration; those of the table of the issue about this year's models
 PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "Qwen3.5-35B-A3B": within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE),
-    "gemma-4-E4B-it": within(
-        "Gemma4ForConditionalGeneration",
-        "gemma4",
-        config("", "gemma4_text", 2560, 10240, 42, 8, 2, 262144, 131072, head_dim=256)
-        | {"num_kv_shared_layers": 18, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256},
+    "gemma-4-E2B-it": gemma4(
+        (1536, 6144, 35, 8, 1), SMALL_TOWER, **OF_LAYERS, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma-4-E4B-it": gemma4((2560, 10240, 42, 8, 2), SMALL_TOWER, **OF_LAYERS, num_kv_shared_layers=18),
+    "gemma-4-31B-it": gemma4(
+        (5376, 21504, 60, 32, 16), LARGE_TOWER, **BOTH_WAYS, num_global_key_value_heads=4
+    ),
+    "gemma-4-26B-A4B-it": gemma4(
+        (2816, 2112, 30, 16, 8),
+        LARGE_TOWER,
+        **BOTH_WAYS,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
     ),
     "gemma-3n-E2B-it": gemma3n(30, 8192, 10),
     "gemma-3n-E4B-it": gemma3n(35, 16384, 15),

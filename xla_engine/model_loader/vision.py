@@ -294,7 +294,7 @@ def _read_pooled_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Pat
     return _patch_tower(
         *(vision, text, *_OF_GEMMA),
         position_side=vision.integer("position_embedding_size", high=2**20),
-        rope_theta=_tower_theta(vision, default=100.0),
+        rope_theta=_tower_theta(vision, 100.0, "default"),
         layer_norm_eps=vision.number("rms_norm_eps", high=1.0),
         pooled=PooledForm(
             head_dim=vision.integer("head_dim", high=2**12),
@@ -331,10 +331,10 @@ def _check_tower(
         vision.fail(activation, f"only {function} is supported. Use such a checkpoint")
 
 
-def _tower_theta(vision: Fields, default: float = 10000.0) -> float:
-    """The base of a tower's rotary embedding."""
+def _tower_theta(vision: Fields, default: float = 10000.0, *kinds: str) -> float:
+    """The base of a tower's rotary embedding. kinds: other words for that over rows and columns."""
     rope = vision.within("rope_parameters") or Fields(vision.file, {})
-    if rope.values.get("rope_type") not in (None, "axial"):
+    if rope.values.get("rope_type") not in (None, "axial", *kinds):
         rope.fail("rope_type", 'only "axial" is supported. Use such a checkpoint')
     return rope.number("rope_theta", high=1e15, default=default)
 
