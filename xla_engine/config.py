@@ -173,7 +173,7 @@ class EngineConfig:
     allowed_local_media_path: a folder; requests may name pictures in it by path. None: no paths.
     allowed_media_domains: hosts, by exact name; requests may name pictures there by http(s) address.
     mm_processor_kwargs: fields of the checkpoint's image processor to replace: `size`, `do_image_splitting`,
-        `min_pixels` and `max_pixels`, as far as the model has them (docs/images.md).
+        `min_pixels`, `max_pixels` and `max_soft_tokens`, as far as the model has them (docs/images.md).
     runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, for each prompt
         (docs/embeddings.md); "auto" pools if the checkpoint is a sequence classifier, has no output head, or has a
         modules.json of sentence-transformers.

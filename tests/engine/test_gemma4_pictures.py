@@ -1,5 +1,5 @@
-"""Gemma 4 in an engine: a picture's positions see each other in layers with a window, and have embeddings of each layer
-of a blank token; bits as ever."""
+"""Gemma 4 in an engine: a picture's positions see each other in layers with a window, and their embeddings of each
+layer are those of a blank token; bits as ever."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def alone(engine: XlaBatchEngine) -> list[object]:
 
 def test_a_request_has_its_bits_whatever_runs_beside_it(engine: tuple[str, XlaBatchEngine]) -> None:
     """Alone, among peers, beside text, with cached prefixes, preempted at random steps, and with other chunks."""
-    name, running = engine
+    _, running = engine
     wanted, prompts = alone(running), [prompt_of(*numbers) for numbers in PROMPTS]
     assert run(running, *prompts, [3, 1, 4, 1, 5])[: len(wanted)] == wanted
     assert run(running, *reversed(prompts)) == wanted[::-1]
