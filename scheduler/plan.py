@@ -18,16 +18,14 @@ class ResultMismatchError(ValueError):
 class FeatureSpan(NamedTuple):
     """Positions of a chunk that read features of a picture instead of the embeddings of their tokens.
 
-    at: the first of these positions, counted from the start of the chunk. length: how many there are.
-    place, row: where the first of their features is in the feature buffer.
-    begin, end: of all positions of the tile, counted as `at`: the first one, and one past the last.
+    at, end: the first of these positions, and one past the last of their tile, counted from the start of the chunk.
+    place, row: where the first of their features is in the feature buffer. length: how many there are.
     """
 
     at: int
     place: int
     row: int
     length: int
-    begin: int
     end: int
 
 
@@ -163,10 +161,8 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to run: no request holds a slot, or all that do wait for a commit.
-
-        An empty plan is neither started nor committed.
-        """
+        """Whether there is nothing to run: no request holds a slot, or all that do wait for a commit. An empty plan is
+        neither started nor committed."""
         return not (
             self.chunks
             or self.decode

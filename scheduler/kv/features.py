@@ -79,8 +79,8 @@ class Features:
                 own = begin + number * self._size
                 first, last = max(own, start), min(own + self._size, begin + length, stop)
                 if first < last:
-                    tile = (begin - start, begin + length - start)
-                    spans.append(FeatureSpan(first - start, place, first - own, last - first, *tile))
+                    at, end = first - start, begin + length - start
+                    spans.append(FeatureSpan(at, place, first - own, last - first, end))
         return tuple(spans)
 
     def check(self) -> None:

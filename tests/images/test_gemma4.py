@@ -111,8 +111,8 @@ def test_sizes_of_the_published_processor(tmp_path: Path) -> None:
     processor = processor_of(tmp_path, {})
     sizes = ((640, 480), (1, 1), (1654, 2339), (4000, 20), (20, 4000))
     grids = [processor.grid(*size) for size in sizes]
-    assert [grid.whole for grid in grids] == [(912, 672), (768, 768), (672, 912), (9600, 48), (48, 9600)]
-    assert [grid.tokens for grid in grids] == [266, 256, 266, 200, 200]
+    assert [grid.whole for grid in grids] == [(912, 672), (768, 768), (672, 912), (11328, 48), (48, 11328)]
+    assert [grid.tokens for grid in grids] == [266, 256, 266, 236, 236]
     assert max(processor.grid(at, 1000).tokens or 0 for at in range(1, 9999, 7)) == 280
     smaller = processor_of(tmp_path, {}, max_soft_tokens=70)
     assert smaller.grid(640, 480).whole == (432, 336)

@@ -88,7 +88,7 @@ class Device:
                     self.at[place] = encode.tile, number * self.driven.config.feature_place_tokens
         for chunk in plan.chunks:
             read = {}
-            for at, place, row, length in chunk.features:
+            for at, place, row, length, _ in chunk.features:
                 tile, first = self.at[place]
                 read.update({chunk.start + at + step: (tile, first + row + step) for step in range(length)})
             wanted = {

@@ -140,8 +140,8 @@ class FeatureBuffer:
         """Indices of chunks that run in the call of the chunk before, because they go on with its tile."""
         return frozenset(
             index
-            for index, chunk in enumerate(chunks)
-            if self.sees_ahead and chunk.features and chunk.features[0].begin < 0
+            for index, before in enumerate(chunks, 1)
+            if self.sees_ahead and before.features and before.features[-1].end > len(before.tokens)
         )
 
     def close(self) -> None:
