@@ -81,12 +81,11 @@ def alone(engine: XlaBatchEngine) -> list[object]:
 
 
 def test_a_request_has_its_bits_whatever_runs_beside_it(engine: tuple[str, XlaBatchEngine]) -> None:
-    """Alone, among peers, beside text, with cached prefixes, preempted at random steps, and with other chunks."""
+    """Alone, among peers, beside text, and preempted at random steps."""
     _, running = engine
     wanted, prompts = alone(running), [prompt_of(*numbers) for numbers in PROMPTS]
     assert run(running, *prompts, [3, 1, 4, 1, 5])[: len(wanted)] == wanted
     assert run(running, *reversed(prompts)) == wanted[::-1]
-    assert running.stats().cached_tokens > 0
     assert run_preempted(running, 1, *prompts) == wanted
 
 
@@ -107,6 +106,7 @@ def test_in_every_kind_of_engine(name: str, options: dict[str, Any], engine: tup
     prompts = [prompt_of(*numbers) for numbers in PROMPTS]
     found = run(other, *prompts)
     assert run(other, *reversed(prompts)) == found[::-1]
+    assert other.stats().cached_tokens > 0 or "num_blocks" not in options
     other.close()
     if "attention_backend" not in options:
         assert found == alone(engine[1])

@@ -104,6 +104,8 @@ def tokens_of_patches(name: str) -> list[dict[str, object]]:
         given = processor(pictures, do_resize=False, return_tensors="pt")
         if soft:
             counts = list(map(int, given.pop("num_soft_tokens_per_image")))
+            features = type(model.model).get_image_features(model.model, *given.values(), return_dict=True)
+            model.model.get_image_features = lambda *_, made=features, **__: made  # once for all tokens
         else:
             counts = (given["image_grid_thw"].prod(1) // 4).tolist()
         for seed in range(1000):
