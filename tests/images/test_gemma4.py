@@ -132,7 +132,7 @@ def test_prompts_are_expanded_as_in_transformers(tmp_path: Path) -> None:
         ({"max_soft_tokens": 300}, "max_soft_tokens = 300: must be one of 70, 140, 280"),
         ({"do_normalize": True, "image_mean": [0.5] * 3}, "image_mean"),
         ({"do_resize": False}, "do_resize"),
-        ({"size": {"height": 8, "width": 8}}, "size"),
+        ({"num_crops": 3}, "num_crops"),
         ({"patch_size": 0}, "patch_size"),
     ],
 )
