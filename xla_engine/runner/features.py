@@ -98,6 +98,11 @@ class FeatureBuffer:
             padded[: len(own)] = own
             self.rows = self._inventory(program_name(STORE, rows=len(part)), self.rows, part, padded)
 
+    def fields(self, chunks: Sequence[Chunk], lanes: int, width: int) -> dict[str, Any]:
+        """The fields of `Lanes` about pictures."""
+        given = (chunks, lanes, width)
+        return {"feature": self.of_chunks(*given), "reach": self.reach(*given)}
+
     def of_chunks(self, chunks: Sequence[Chunk], lanes: int, width: int) -> Any:
         """`Lanes.feature` of a prefill call: i32 `[lanes, width]`."""
         found = np.full((lanes, width), -1, np.int32)

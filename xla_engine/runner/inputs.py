@@ -97,10 +97,6 @@ def make_lanes(
 def idle_lanes(config: EngineConfig, lanes: int, features: FeatureBuffer | None = None) -> Lanes:
     """The input of a prefill call without work. features: None without a vision tower."""
     adapters = () if config.enable_lora else None
-    feature = reach = None
-    if features is not None:
-        feature = features.of_chunks((), lanes, config.chunk_size)
-        reach = features.reach((), lanes, config.chunk_size)
     return make_lanes(
         [],
         {},
@@ -108,8 +104,7 @@ def idle_lanes(config: EngineConfig, lanes: int, features: FeatureBuffer | None 
         config.chunk_size,
         dry=config.enable_dry,
         adapters=adapters,
-        feature=feature,
-        reach=reach,
+        **({} if features is None else features.fields((), lanes, config.chunk_size)),
         placed=() if features is not None and features.turns else None,
     )
 
