@@ -197,7 +197,7 @@ class Dispatch:
         armed = {lane: row for lane, row in last.items() if not isinstance(row.params, PoolingParams)}
         adapters = [settings[chunk.request_id].adapter for chunk in chunks] if self._lora else None
         whole = None if self.reads_all else [bool(scored_targets(chunk, settings)) for chunk in chunks]
-        seen = {} if self._features is None else self._features.fields(chunks, lanes, self._chunk_size)
+        pictures = {} if self._features is None else self._features.fields(chunks, lanes, self._chunk_size)
         filled = make_lanes(
             chunks,
             armed,
@@ -206,7 +206,7 @@ class Dispatch:
             dry=self._dry,
             adapters=adapters,
             whole=whole,
-            **seen,
+            **pictures,
             placed=[settings[chunk.request_id] for chunk in chunks] if self._rope_offsets else None,
         )
         work: Any = self.put(pack(filled)) if self._after.reads_prompts else self._given(pack(filled))
