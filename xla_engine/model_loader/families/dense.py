@@ -97,7 +97,7 @@ LLAMA = Family(
     reads=("attention_bias", "mlp_bias"),
     flags=biases,
 )
-_APART = {  # where the decoder of a vision-language model is a model of its own
+_APART: dict[str, Any] = {  # where the decoder of a vision-language model is a model of its own
     "model": "language_model.model.",
     "head": "language_model.lm_head.weight",
     "ignores": r"(vision_tower|multi_modal_projector)\..*",
