@@ -164,7 +164,9 @@ def test_what_is_stored_is_what_an_engine_computes(filled: Path, copied: Path) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("isa", NATIVE_ISAS)
+@pytest.mark.parametrize(
+    "isa", [*NATIVE_ISAS[:1], *(pytest.param(isa, marks=pytest.mark.release) for isa in NATIVE_ISAS[1:])]
+)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_kind_of_layer_on_every_instruction_set(tmp_path: Path, name: str, isa: str) -> None:
     model = MODELS[name]

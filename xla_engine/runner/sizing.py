@@ -136,10 +136,9 @@ def _check_states(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> 
         raise ConfigError(
             "mamba_cache_mode 'align' is for models with recurrent layers, and this one has none: leave it out"
         )
-    if not (config.uses_blocks or keeps_every_position(spec, max_model_len, saves_states=True)):
+    if not keeps_every_position(spec, max_model_len, saves_states=True):
         raise ConfigError(
-            "mamba_cache_mode 'align' needs blocks for sliding windows, which this model has: leave it out, or add "
-            "kv_cache_memory_bytes 'auto'"
+            "mamba_cache_mode 'align' does not support sliding windows, which this model has: leave it out"
         )
 
 
