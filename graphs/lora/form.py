@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.recurrent_forms import DeltaForm
 
-TARGETS = ("qkv", "output", "gate_up", "down")
+TARGETS = ("qkv", "output", "gate_up", "down", "projected")
 # Suffixes of a weight's name: for its two matrices, and for the rank of each of its parts.
 DOWN, UP, RANKS = "_lora_a", "_lora_b", "_lora_rank"
 
@@ -27,19 +28,16 @@ class LoraForm:
     dtype: jnp.dtype
     packed: bool
 
-    def shapes(self, config: ModelConfig, target: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of a weight's leaves by name. config: of the layer (`ModelConfig.layer`).
+    def shapes(self, inputs: int, ends: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes of a weight's leaves, by the suffixes of their names. ends: of its parts (`part_ends`).
 
         A `[slots, parts, rank, inputs]`; B `[slots, rank, features]`, with the scale applied; ranks `[slots, parts]`,
         beyond which both matrices are zero, or 0 if the adapter does not change the part.
         """
-        heads, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
-        inputs = {"output": heads, "down": config.intermediate_size}.get(target, hidden)
-        ends = part_ends(config, target)
         return {
-            target + DOWN: (self.slots, len(ends), self.rank, inputs),
-            target + UP: (self.slots, self.rank, ends[-1]),
-            target + RANKS: (self.slots, len(ends)),
+            DOWN: (self.slots, len(ends), self.rank, inputs),
+            UP: (self.slots, self.rank, ends[-1]),
+            RANKS: (self.slots, len(ends)),
         }
 
     def dtype_of(self, leaf: str) -> jnp.dtype:
@@ -73,14 +71,36 @@ class Matrices(NamedTuple):
     ends: tuple[int, ...]
 
 
+def target_of(leaf: str) -> str | None:
+    """The name in `TARGETS` of a weight of a layer; None if adapters leave it as it is."""
+    place, _, name = leaf.rpartition(".")
+    return name if name in TARGETS and place.startswith("layers.") and "experts" not in place else None
+
+
 def part_ends(config: ModelConfig, target: str) -> tuple[int, ...]:
-    """The ends of the parts of a weight that each have their own A: queries, keys and values, or gates and ups.
+    """The ends of the parts of a weight that may each have their own A: queries, keys, values and gates of heads,
+    gates and ups, or the parts of a recurrent layer's projection.
 
     config: of the layer (`ModelConfig.layer`).
     """
     if target == "qkv":
-        keys, stored = config.num_key_value_heads * config.head_dim, config.stored_parts
-        return tuple(config.qkv_features - rest * keys for rest in reversed(range(stored + 1)))
+        keys = config.num_key_value_heads * config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        gates = (queries,) if config.attn_output_gate else ()
+        return _ends(queries, *(config.stored_parts * (keys,)), *gates)
     if target == "gate_up":
         return config.intermediate_size, 2 * config.intermediate_size
+    if target == "projected":
+        form = config.recurrent
+        assert form is not None
+        if isinstance(form, DeltaForm):
+            keys, decays = form.key_heads * form.key_dim, form.decay_features
+            inner = form.inner_features
+            return _ends(keys, keys, inner, inner, form.value_heads, decays)
+        return (form.projected_features,)
     return (config.hidden_size,)
+
+
+def _ends(*sizes: int) -> tuple[int, ...]:
+    """The ends of parts of these sizes, one behind the other."""
+    return tuple(sum(sizes[: count + 1]) for count in range(len(sizes)))

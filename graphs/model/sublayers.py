@@ -52,12 +52,12 @@ class AdapterMatrices(nnx.Module):
     devices, unless those of the weight itself do.
     """
 
-    def __init__(self, make: LeafMaker, target: str, cut: Cut | None) -> None:
+    def __init__(self, make: LeafMaker, inputs: int, target: str, cut: Cut | None) -> None:
         form, sharding = make.lora, make.sharding
         assert form is not None
         a, b, rank = (
             Leaf(shape=shape, dtype=form.dtype_of(name), role="adapter")
-            for name, shape in form.shapes(sharding.config, target).items()
+            for name, shape in form.shapes(inputs, part_ends(sharding.config, target)).items()
         )
         self.a, self.rank = make.parameter(a), make.parameter(rank)
         self.b = make.parameter(b if cut is None else replace(b, cut=Cut(2, cut.rows)))
@@ -94,7 +94,9 @@ class Linear(nnx.Module):
         self.form: CodedForm | None = None
         self.scale = make.scales(shape, cut)
         self.bias = make.vector(shape[0], cut) if bias else None
-        self.lora = None if make.lora is None or target is None else AdapterMatrices(make, target, cut)
+        self.lora: AdapterMatrices | None = None
+        if make.lora is not None and target is not None:
+            self.lora = AdapterMatrices(make, shape[1], target, cut)
 
     def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...], order: Order) -> None:
         """Keep the file's encoding of the weight, if that is supported. stored: how the file stores its rows."""
@@ -164,14 +166,15 @@ class DeltaNet(nnx.Module):
         assert form is not None
         self.form, self.index, self.sharding, rank = form, index, make.sharding, form.gate_rank
         projected, mixed, heads = make.sharding.cut_recurrent
-        self.projected = Linear(make, (form.fused_rows, d), projected)
+        self.projected = Linear(make, (form.fused_rows, d), projected, target="projected")
         self.gate = Linear(make, (form.inner_features, rank), None) if rank else None
         self.step = Linear(make, (form.decay_features, rank), None) if rank else None
         self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel), mixed)
         self.decay = make.vector(form.value_heads, heads)
         self.step_bias = make.vector(form.decay_features, heads)
         self.scale = make.vector(form.value_dim)
-        self.output = Linear(make, (d, form.inner_features), make.sharding.cut("residual"))
+        cut = make.sharding.cut("residual")
+        self.output = Linear(make, (d, form.inner_features), cut, target="output")
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
         """The output for the normalised `x [N, D]`: `[N, inner features]`."""
@@ -194,11 +197,12 @@ class ShortConvolution(nnx.Module):
         form, d = c.convolution, c.hidden_size
         assert form is not None
         self.index = index
-        self.projected = Linear(make, (form.projected_features, d), None, bias=form.bias)
+        shape = (form.projected_features, d)
+        self.projected = Linear(make, shape, None, bias=form.bias, target="projected")
         self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel))
         self.convolution_bias = make.vector(form.mixed_features) if form.bias else None
         cut = make.sharding.cut("residual")
-        self.output = Linear(make, (d, form.inner_features), cut, bias=form.bias)
+        self.output = Linear(make, (d, form.inner_features), cut, bias=form.bias, target="output")
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
         """The output for the normalised `x [N, D]`: `[N, inner features]`."""
@@ -258,14 +262,16 @@ class Mamba(nnx.Module):
         form, d = c.mamba, c.hidden_size
         assert form is not None
         self.index = index
-        self.projected = Linear(make, (form.projected_features, d), None, bias=form.bias)
+        shape = (form.projected_features, d)
+        self.projected = Linear(make, shape, None, bias=form.bias, target="projected")
         self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel))
         self.convolution_bias = make.vector(form.mixed_features) if form.convolution_bias else None
         self.decay, self.step_bias, self.skip = (make.vector(form.value_heads) for _ in range(3))
         self.scale = make.vector(form.inner_features) if form.norm else None
         cut = make.sharding.cut("residual")
         factor = form.output_multiplier
-        self.output = Linear(make, (d, form.inner_features), cut, bias=form.bias, factor=factor)
+        shape = (d, form.inner_features)
+        self.output = Linear(make, shape, cut, bias=form.bias, target="output", factor=factor)
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
         """The output for the normalised `x [N, D]`: `[N, inner features]`."""

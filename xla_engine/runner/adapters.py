@@ -12,8 +12,8 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.linear.products import Products
-from xla_engine.graphs.lora.form import RANKS, TARGETS, LoraForm, part_ends
-from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.lora.form import RANKS, LoraForm, part_ends, target_of
+from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 
 WRITE_ADAPTER = "write_adapter"
 _WHOLE_RANK, _WHOLE_WIDTH = 4, 16  # of the C++ operation
@@ -30,10 +30,15 @@ def lora_form(
             "enable_lora is for models whose MLP has a gate. Merge the adapter into the checkpoint with PEFT's "
             "merge_and_unload()"
         )
-    if model.experts is not None or model.recurrent is not None or model.latent is not None:
+    if model.experts is not None or model.latent is not None:
         raise ConfigError(
-            "enable_lora is for dense models; this one has routed experts, recurrent layers or latent attention. "
-            "Merge the adapter into the checkpoint with PEFT's merge_and_unload()"
+            "enable_lora is for dense models; this one has routed experts or latent attention. Merge the adapter into "
+            "the checkpoint with PEFT's merge_and_unload()"
+        )
+    if model.recurrent is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "enable_lora with recurrent layers is for one device. Set tensor_parallel_size to 1, or merge the adapter "
+            "into the checkpoint with PEFT's merge_and_unload()"
         )
     packed = products is not None
     form = LoraForm(
@@ -42,8 +47,7 @@ def lora_form(
         dtype=jnp.dtype(jnp.bfloat16) if packed else dtype,
         packed=packed,
     )
-    layers = {model.layer(index) for index in range(model.num_hidden_layers)}
-    widths = [size for target in TARGETS for layer in layers for size in _widths(form, layer, target)]
+    widths = [size for leaf, shape in parameter_shapes(model).items() for size in _widths(model, leaf, shape)]
     if config.tensor_parallel_size > 1:
         widths.append(model.head_dim)  # a device has whole heads; its share of all else is in larger units
     if packed and any(size % _WHOLE_WIDTH for size in widths):
@@ -53,9 +57,11 @@ def lora_form(
     return form
 
 
-def _widths(form: LoraForm, model: ModelConfig, target: str) -> tuple[int, ...]:
-    down, *_ = form.shapes(model, target).values()
-    return (down[-1], *part_ends(model, target))
+def _widths(model: ModelConfig, leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The widths of the matrices that adapters have for a leaf."""
+    if (target := target_of(leaf)) is None:
+        return ()
+    return (shape[1], *part_ends(model.layer(int(leaf.split(".")[1])), target))
 
 
 def writing(spec: ModelSpec, weights: list[Any]) -> list[Program]:

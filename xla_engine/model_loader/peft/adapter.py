@@ -15,7 +15,7 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.lora.form import DOWN, RANKS, TARGETS, UP, LoraForm, part_ends
+from xla_engine.graphs.lora.form import DOWN, RANKS, UP, LoraForm, part_ends, target_of
 from xla_engine.model_loader.families.family import Source
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.safetensors_files import open_tensor_file
@@ -36,7 +36,7 @@ _REFUSED = {
     "trainable_token_indices": "embeddings of adapters are not supported; merge it",
     "target_parameters": "adapters of experts are not supported; merge it",
 }
-_MODULES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
+_MODULES = "the linear modules of attention, MLPs and recurrent layers in"
 _MOST_RANK = 4096
 # The most that an adapter may add to an output for inputs of 1. With inputs up to float16's maximum, 2**16, the square
 # of the output still fits into a float32, as the norms and gates after it need.
@@ -66,30 +66,29 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
     scale = _scale(fields, form)
     files = open_tensor_file(directory / WEIGHTS)
     pairs = _pairs(files)
-    leaves = {
-        f"layers.{index}.{name}": np.zeros(shape[1:], form.dtype_of(name))
-        for index in range(config.num_hidden_layers)
-        for target in TARGETS
-        for name, shape in form.shapes(config.layer(index), target).items()
-    }
+    leaves, changed = dict[str, Array](), set[str]()
     for leaf, parts in sources.items():
-        target = leaf.rpartition(".")[2]
-        if not leaf.startswith("layers.") or target not in TARGETS:
+        if (target := target_of(leaf)) is None:
             continue
-        layer = config.layer(int(leaf.split(".")[1]))
+        ends = part_ends(config.layer(int(leaf.split(".")[1])), target)
+        shapes = form.shapes(parts[0].shape[1], ends)
+        leaves |= {leaf + part: np.zeros(shape[1:], form.dtype_of(part)) for part, shape in shapes.items()}
         down, up = leaves[leaf + DOWN], leaves[leaf + UP]
         begin = 0
-        for source in parts:
-            pair = pairs.pop(source.name.removesuffix(".weight"), None)
-            if pair is not None:
+        for source in parts:  # one tensor may be several parts
+            end = begin + (source.shape[0] if source.order is None else len(source.order))
+            module = source.name.removesuffix(".weight")
+            if (pair := pairs.get(module)) is not None:
                 a, b = _matrices(files, pair, source, fields, scale)
-                up[: len(b), begin : begin + source.shape[0]] = b
-                for part in _parts(part_ends(layer, target), begin, begin + source.shape[0]):
+                up[: len(b), begin:end] = b
+                for part in _parts(ends, begin, end):
                     down[part, : len(a)], leaves[leaf + RANKS][part] = a, len(a)
-            begin += source.shape[0]
+                changed.add(module)
+            begin = end
+    pairs = {module: pair for module, pair in pairs.items() if module not in changed}
     if pairs:
         raise CheckpointError(
-            f"{files.names}: the adapter changes {min(pairs)}, and here it can only change {_MODULES} of this model's "
+            f"{files.names}: the adapter changes {min(pairs)}, and here it can only change {_MODULES} this model's "
             f"{config.num_hidden_layers} layers. Use an adapter that was trained for this model, or merge it into "
             f"the checkpoint "
             "with PEFT's merge_and_unload()"
@@ -143,7 +142,7 @@ def _matrices(
     files: TensorFiles, pair: Mapping[str, str], source: Source, fields: Fields, scale: float
 ) -> tuple[Array, Array]:
     """A `[r, K]` and scaled B `[r, rows]` for a tensor of the model, in float32, with rows in the leaf's order."""
-    if source.order is not None or source.convert is not None:
+    if source.convert is not None:
         raise CheckpointError(
             f"{files.names}: adapters for {source.name} are not supported, because this family stores it in its own "
             f"form. "
@@ -172,7 +171,8 @@ def _matrices(
             f"which are scaled by {scale:.3g}: their products overflow. Save the "
             "adapter again"
         )
-    return arrays["A"], source.in_engine_order(arrays["B"]).T * np.float32(scale)
+    rows = arrays["B"] if source.order is None else arrays["B"][source.order]
+    return arrays["A"], source.in_engine_order(rows).T * np.float32(scale)
 
 
 def _parts(ends: tuple[int, ...], begin: int, end: int) -> list[int]:
