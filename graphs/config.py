@@ -84,7 +84,7 @@ class ModelConfig:
     hidden_size_per_layer_input: features of a token's embedding for each layer; 0: there is none.
     vocab_size_per_layer_input: rows of its table.
     layer_scalar: the residual stream after each layer is multiplied by a number of the layer.
-    latent: sizes of latent attention; a head then has its part without rotary embedding and its rotary part.
+    latent: sizes of latent attention. A key head is then what is in the cache, and there is one.
     stored_parts: of keys and values in a layer's projection: 2; 1 if the keys are the values; 0 if it has none.
     mamba: sizes of the Mamba-2 layers.
     one_sublayer: a layer is a token mixer or, of type "mlp", an MLP; otherwise it is both.

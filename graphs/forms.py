@@ -144,6 +144,10 @@ class LatentForm:
     """Sizes of latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are
     products with one short vector, and a rotary part of the keys is shared by all heads.
 
+    The cache has the short vector and the rotary part: one key head, which is the value head too. A query is
+    multiplied by its head's product for keys, and a head's output by that for values, so that no key or value of a
+    head is ever made (the "absorbed" form).
+
     q_lora_rank: width of the vector from which queries are made; 0: of the layer's input.
     kv_lora_rank: the same for keys and values.
     qk_nope_head_dim, qk_rope_head_dim: the part of a query and key head without rotary embedding, and that with.
@@ -159,10 +163,20 @@ class LatentForm:
     def __post_init__(self) -> None:
         if self.qk_nope_head_dim % 2 or self.qk_rope_head_dim % 2:
             raise ValueError("qk_nope_head_dim and qk_rope_head_dim must be even")
-        if self.v_head_dim > self.qk_nope_head_dim + self.qk_rope_head_dim:
-            raise ValueError("v_head_dim exceeds the width of a key head")
+        if self.kv_lora_rank % 2:
+            raise ValueError("kv_lora_rank must be even")
+
+    @property
+    def key_dim(self) -> int:
+        """Features of the key in the cache: halves of the rotary part and of the short vector."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
+
+    @property
+    def query_dim(self) -> int:
+        """Features of a query head before its product: without rotary embedding, then with."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def widths(self, heads: int) -> list[int]:
         """Features between the products of a layer."""
         ranks = [self.q_lora_rank, self.kv_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim]
-        return [*ranks, heads * self.qk_nope_head_dim, heads * self.v_head_dim]
+        return [*ranks, heads * self.query_dim, self.qk_nope_head_dim, self.v_head_dim]

@@ -28,11 +28,22 @@ from xla_engine.graphs.recurrent_forms import DeltaForm
 
 AXIS = "tp"  # axis of the mesh
 
-# The kinds of features: of query heads, of key/value heads, of the residual stream, inside an MLP, inside an expert or
-# the shared expert, of what experts take if that is not the stream, of the output of a recurrent layer, of the
-# vocabulary.
+# The kinds of features: of query heads, of key/value heads; of latent attention's queries before and behind the keys'
+# product, and of its values; of the residual stream, inside an MLP, inside an expert or the shared expert, of what
+# experts take if that is not the stream, of the output of a recurrent layer, of the vocabulary.
 Kind = Literal[
-    "queries", "keys", "residual", "mlp", "expert", "shared_expert", "latent", "values", "vocabulary"
+    "queries",
+    "keys",
+    "latent_queries",
+    "latent_keys",
+    "latent_values",
+    "residual",
+    "mlp",
+    "expert",
+    "shared_expert",
+    "latent",
+    "values",
+    "vocabulary",
 ]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -83,6 +94,12 @@ class Sharding:
     def own_heads(self, qkv: jax.Array) -> jax.Array:
         """This device's queries, keys, values and gates from a projection `[N, F]`, which may contain all heads'."""
         return qkv if self.devices is None or self.cuts_qkv else _part(qkv, _qkv(self))
+
+    def own_latent_queries(self, q: jax.Array) -> jax.Array:
+        """The same of latent attention's queries, before the keys' product."""
+        if self.devices is None or not _is_whole(_held(self, "latent_queries")):
+            return q
+        return _part(q, _latent(self, "latent_queries"))
 
     @property
     def cuts_recurrent(self) -> bool:
@@ -157,12 +174,21 @@ class Sharding:
         delta = c.delta
         if delta is not None and self.cuts_recurrent:
             delta = _delta_of(delta, self.devices, times)
-        _, queries = _groups(
-            c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, self.devices
-        )
-        heads = times * queries.shape[1]
+
+        def heads(keys: int) -> tuple[int, int]:
+            """Key/value and query heads, if the model has `keys` key/value heads."""
+            _, queries = _groups(keys, c.num_attention_heads // keys, self.devices or 1)
+            return times * queries.shape[1], times * queries.shape[1] * queries.shape[2]
+
+        keys, queries = heads(c.num_key_value_heads)
+        # Layers of other heads (`ModelConfig.layer`) are asked for their keys only; their own sharding has all heads.
+        other = c.num_global_key_value_heads
         return replace(
-            c, num_key_value_heads=heads, num_attention_heads=heads * queries.shape[2], delta=delta
+            c,
+            num_key_value_heads=keys,
+            num_attention_heads=queries,
+            num_global_key_value_heads=None if other is None else heads(other)[0],
+            delta=delta,
         )
 
 
@@ -266,6 +292,11 @@ def _held(sharding: Sharding, kind: Kind) -> Indices:
             c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, devices
         )
         return _features(queries if kind == "queries" else keys, c.head_dim)
+    if c.latent is not None and kind in ("latent_queries", "latent_keys", "latent_values"):
+        # A product by head has the same bits for any number of heads.
+        held = _latent(sharding, kind)
+        is_small = kind == "latent_queries" and held.shape[1] < sharding.least
+        return _everywhere(c.num_attention_heads * c.latent.query_dim, devices) if is_small else held
     if kind == "values":
         assert c.recurrent is not None
         if c.delta is None or not sharding.cuts_recurrent:
@@ -281,6 +312,15 @@ def _held(sharding: Sharding, kind: Kind) -> Indices:
     held = (_odd if is_odd else _even)(sizes[kind], devices, sharding.task)
     is_whole = kind != "expert" and held.shape[1] < sharding.least
     return _everywhere(sizes[kind], devices) if is_whole else held
+
+
+def _latent(sharding: Sharding, kind: Kind) -> Indices:
+    """The features of latent attention that each device's query heads have."""
+    c, devices = sharding.config, sharding.devices
+    assert c.latent is not None and devices is not None
+    _, heads = _groups(1, c.num_attention_heads, devices)
+    sizes = {"latent_queries": c.latent.query_dim, "latent_keys": c.latent.kv_lora_rank}
+    return _features(heads, sizes.get(kind, c.latent.v_head_dim))
 
 
 @functools.cache
@@ -314,8 +354,8 @@ def _qkv(sharding: Sharding) -> Indices:
     """The rows of the fused projection that go with each device's heads, `[devices, F]`."""
     c, held = sharding.config, functools.partial(_held, sharding)
     queries, keys, count = held("queries"), held("keys"), c.num_key_value_heads * c.head_dim
-    parts = [(queries, c.num_attention_heads * c.head_dim), (keys, count), (keys, count), (queries, 0)]
-    return _side_by_side(*parts[: 4 if c.attn_output_gate else 3])
+    parts = [(queries, c.num_attention_heads * c.head_dim), *[(keys, count)] * c.stored_parts]
+    return _side_by_side(*parts, *[(queries, 0)] * c.attn_output_gate)
 
 
 def _side_by_side(*parts: tuple[Indices, int]) -> Indices:

@@ -18,7 +18,7 @@ from xla_engine.graphs.row_state.rows import Extents
 
 class LayerCache(NamedTuple):
     """Keys and values for all slots, of one layer or of those that share a store, in the layout of the backend that
-    made them."""
+    made them. Values that are the keys (`LatentForm`) have an empty array."""
 
     keys: jax.Array
     values: jax.Array

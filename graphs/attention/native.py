@@ -56,8 +56,14 @@ class NativeAttention:
         heads = (len(layers), rows, sizes.num_key_value_heads)
         kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
         keys = (*heads, kept // _LANES, width // pack + _scales(dtype), _LANES, pack)
-        values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
-        return LayerCache(*(self._zeros(shape, dtype) for shape in (keys, values)))
+        valued = 0 if config.latent is not None else width
+        values = (*heads, kept // (_LANES * pack), valued // _LANES, _LANES, _LANES, pack)
+        return LayerCache(
+            *(
+                self._zeros(shape, dtype) if 0 not in shape else jnp.zeros(shape, dtype)
+                for shape in (keys, values)
+            )
+        )
 
     def _zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         """Zeros that take no memory before they are written (`zeros.h`)."""

@@ -57,13 +57,16 @@ class XlaAttention:
         kept = kept_positions(config.attention(index), length, self.call_positions)
         sizes = config.layer(index)
         shape = (kept // span, rows, sizes.num_key_value_heads, span, sizes.head_dim)
-        return LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
+        valued = shape if config.latent is None else (*shape[:-1], 0)
+        return LayerCache(jnp.zeros(shape, stored), jnp.zeros(valued, stored))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
-        spans, rows, *shape = layer.values.shape
-        at = layer.values.at[:, targets(slot, fresh, rows)]
-        empty = jnp.zeros((spans, slot.shape[0], *shape), layer.values.dtype)
-        return layer._replace(values=at.set(empty, mode="drop", unique_indices=True))
+        own = "keys" if _is_latent(layer) else "values"
+        leaf = getattr(layer, own)
+        spans, rows, *shape = leaf.shape
+        empty = jnp.zeros((spans, slot.shape[0], *shape), leaf.dtype)
+        at = leaf.at[:, targets(slot, fresh, rows)]
+        return layer._replace(**{own: at.set(empty, mode="drop", unique_indices=True)})
 
     def attend_decode(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
@@ -76,9 +79,9 @@ class XlaAttention:
         spans: _Slots | _Blocks
         if call.block_tables is None:
             used = call.key_length // KEY_SPAN
-            spans = _Slots(*(leaf[:used].astype(call.compute_dtype) for leaf in layer))
+            spans = _Slots(*(leaf[:used].astype(call.compute_dtype) for leaf in _read(layer)))
         else:
-            spans = _Blocks(layer, call.block_tables, length, call.key_length, call.compute_dtype)
+            spans = _Blocks(_read(layer), call.block_tables, length, call.key_length, call.compute_dtype)
         visible = _visible(
             length[:, None], spans.positions, call.form.window, _capacity(layer, call)
         )  # [B, 1, S]
@@ -104,12 +107,12 @@ class XlaAttention:
         spans: _Slots | _Blocks
         if call.block_tables is None:
             used = call.key_length // KEY_SPAN
-            spans = _Slots(*(leaf[:used, slot].astype(call.compute_dtype) for leaf in layer))
+            spans = _Slots(*(leaf[:used, slot].astype(call.compute_dtype) for leaf in _read(layer)))
         else:
             tables, last = call.block_tables[slot], start + count - 1
             if call.reach is not None:
                 last = jnp.max(jnp.where(wanted, call.reach - 1, 0), axis=1)
-            spans = _Blocks(layer, tables, last, call.key_length, call.compute_dtype)
+            spans = _Blocks(_read(layer), tables, last, call.key_length, call.compute_dtype)
         visible = _visible(
             position, spans.positions, call.form.window, _capacity(layer, call), call.reach
         )  # [P, T, S]
@@ -146,6 +149,16 @@ class XlaAttention:
             )
 
         return LayerCache(*(write(leaf, new) for leaf, new in zip(layer, moved, strict=True)))
+
+
+def _is_latent(layer: LayerCache) -> bool:
+    """Whether keys are the values."""
+    return layer.values.shape[-1] == 0
+
+
+def _read(layer: LayerCache) -> LayerCache:
+    """The keys and values that queries read."""
+    return layer._replace(values=layer.keys) if _is_latent(layer) else layer
 
 
 class _Slots(NamedTuple):
@@ -319,12 +332,13 @@ def _written(
     """The cache with the keys and values `new [..., KV, Dh]`, if the layer has its own."""
     if not call.form.stored_parts:
         return layer
-    return LayerCache(
-        *(
-            _scatter(leaf, each.astype(call.compute_dtype), slot, position, wanted, call.block_tables)
-            for leaf, each in zip(layer, new, strict=True)
-        )
+    keys, values = (
+        leaf
+        if 0 in leaf.shape
+        else _scatter(leaf, each.astype(call.compute_dtype), slot, position, wanted, call.block_tables)
+        for leaf, each in zip(layer, new, strict=True)
     )
+    return LayerCache(keys, values)
 
 
 def _scatter(

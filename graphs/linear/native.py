@@ -221,7 +221,7 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
         widths += [config.recurrent.inner_features, 0 if config.delta is None else config.delta.gate_rank]
     if isa == "amx" or dtype == jnp.int8:
         return not any(width % (64 // dtype.itemsize) for width in widths)
-    whole = [config.intermediate_size, *([] if config.experts is None else widths)]
+    whole = [config.intermediate_size, *(widths if config.experts or config.latent else [])]
     return not any(width % 16 for width in widths) and not any(width % _WHOLE for width in whole)
 
 

@@ -107,20 +107,23 @@ class CutMlp(nnx.Module):
 
     def __init__(self, make: LeafMaker, c: ModelConfig, cutoff: float) -> None:
         d, inner, self.cutoff = c.hidden_size, c.intermediate_size, np.float32(cutoff)
-        self.gate_up = Linear(make, (2 * inner, d), None, target="gate_up")
-        self.down = Linear(make, (d, inner), None, target="down")
+        self.sharding = make.sharding
+        pairs, residual = self.sharding.cut("mlp", paired=True), self.sharding.cut("residual")
+        self.gate_up = Linear(make, (2 * inner, d), pairs, target="gate_up")
+        self.down = Linear(make, (d, inner), residual, target="down")
 
     def __call__(
         self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
     ) -> jax.Array:
         """See `Mlp`."""
         both, dtype = self.gate_up(products, x, norm=norm), kept_dtype(self.gate_up.values)
-        gate, up = jnp.split(both, 2, axis=1)
+        gate, up = (self.sharding.gather(each, "mlp") for each in jnp.split(both, 2, axis=1))
         gate = cut(gate, self.cutoff)
         if products.isa is None:
             return (flatly(lambda flat: activate(flat, activation), gate) * up).astype(dtype)
         live = jnp.ones(len(x), bool) if products.live is None else products.live
-        both, bias = jnp.concatenate([gate, up], axis=1), jnp.zeros(both.shape[1], jnp.float32)
+        both = jnp.concatenate([gate, up], axis=1)
+        bias = jnp.zeros(both.shape[1], jnp.float32)
         return activated(both, bias, activation, dtype, (products.isa, live), gated=True)
 
 
@@ -129,6 +132,7 @@ class AlternatingLayer(nnx.Module):
 
     def __init__(self, make: LeafMaker, index: int, form: AlternatingForm) -> None:
         make = make.of_layer(index)
+        self.sharding = make.sharding
         c = self.config = make.sharding.config
         self.is_last = index + 1 == c.num_hidden_layers
         self.altup, self.laurel = Updates(make, c, form), Laurel(make, c, form)
@@ -148,10 +152,12 @@ class AlternatingLayer(nnx.Module):
         mixed = mixer(predicted[0], norm, call)
         if self.is_last and call.read is not None:
             products = products.for_rows(call.read)
-        residual = _sum(predicted[0], normed(mixer.output(products, mixed), self.post_attention_norm()))
+        attended = self.sharding.gather(mixer.output(products, mixed), "residual")
+        residual = _sum(predicted[0], normed(attended, self.post_attention_norm()))
         residual = self.laurel(products, predicted[0], norm, residual)
         hidden = self.mlp(products, residual, self.pre_feedforward_norm(), self.config.hidden_act)
-        made = _sum(residual, normed(self.mlp.down(products, hidden), self.post_feedforward_norm()))
+        computed = self.sharding.gather(self.mlp.down(products, hidden), "residual")
+        made = _sum(residual, normed(computed, self.post_feedforward_norm()))
         x = lax.optimization_barrier(self.altup.corrected(predicted, made, products))
         added = self.end.added(products, self.altup.scaled(x[0]) if self.scales_end else x[0], call)
         return lax.optimization_barrier(jnp.concatenate([x[:1], _sum(x[1:], added)]))

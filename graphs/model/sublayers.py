@@ -17,6 +17,7 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.experts.routing import Experts, Groups, Route, route, route_by_sigmoid
 from xla_engine.graphs.forms import RoutedExperts
+from xla_engine.graphs.linear.by_head import by_head
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -213,46 +214,52 @@ class ShortConvolution(nnx.Module):
 class LatentMixer(nnx.Module):
     """Latent attention (`LatentForm`) without its last product, `output`, as in `AttentionMixer`.
 
-    Keys and values are made for each head and cached so: in the cache, a value head is as wide as a key head. In the
-    order of `rotary_order`, the rotary part of a head comes first.
+    All heads attend to one key, which is the value too. Its halves are each half of the rotary part, then half of the
+    short vector, and so are those of a query.
     """
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
-        form, d, heads = c.latent, c.hidden_size, c.num_attention_heads
+        form, d, heads, sharding = c.latent, c.hidden_size, c.num_attention_heads, make.sharding
         assert form is not None
-        self.config, self.form, self.index = c, form, index
-        rank, queries = form.q_lora_rank, heads * c.head_dim
+        self.form, self.index, self.sharding, rank = form, index, sharding, form.q_lora_rank
         self.q_a = Linear(make, (rank, d), None, bias=c.qkv_bias) if rank else None
         self.q_a_norm = make.vector(rank) if rank else None
-        self.q_b = Linear(make, (queries, rank or d), None)
-        self.kv_a = Linear(make, (form.kv_lora_rank + form.qk_rope_head_dim, d), None, bias=c.qkv_bias)
+        self.q_b = Linear(make, (heads * form.query_dim, rank or d), sharding.cut("latent_queries"))
+        self.kv_a = Linear(make, (form.key_dim, d), None, bias=c.qkv_bias)
         self.kv_a_norm = make.vector(form.kv_lora_rank)
-        made = heads * (form.qk_nope_head_dim + form.v_head_dim)
-        self.kv_b = Linear(make, (made, form.kv_lora_rank), None)
-        self.output = Linear(make, (d, heads * form.v_head_dim), None, bias=c.output_bias)
+        plain, short = make.unquantized, form.kv_lora_rank
+        of_keys, of_values = sharding.cut("latent_keys"), sharding.cut("latent_values")
+        self.k_b = plain.matrix((heads * short, form.qk_nope_head_dim), of_keys, role="linear")
+        self.v_b = plain.matrix((heads * form.v_head_dim, short), of_values, role="linear")
+        shape = (d, heads * form.v_head_dim)
+        self.output = Linear(make, shape, sharding.cut("residual"), bias=c.output_bias)
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
         """The output of all heads for the normalised `x [N, D]`: `[N, H Dv]`."""
         form, products, rows = self.form, call.products, len(x)
-        heads, width = self.config.num_attention_heads, self.config.head_dim
         if self.q_a is None or self.q_a_norm is None:
             q = self.q_b(products, x, norm=norm)
         else:
             short = self.q_a(products, x, norm=norm)
             q = self.q_b(products, short, norm=Norm(self.q_a_norm[...], forms.LATENT_EPS))
-        both = self.kv_a(products, x, norm=norm)
-        latent, turning = jnp.split(both, [form.kv_lora_rank], axis=1)
-        made = self.kv_b(products, latent, norm=Norm(self.kv_a_norm[...], forms.LATENT_EPS))
-        still, v = jnp.split(made, [heads * form.qk_nope_head_dim], axis=1)
-        # The halves of a head: half of the rotary part, then half of the other.
-        shared = jnp.broadcast_to(
-            turning.reshape(rows, 1, 2, -1), (rows, heads, 2, form.qk_rope_head_dim // 2)
-        )
-        k = jnp.concatenate([shared, still.reshape(rows, heads, 2, -1)], axis=3).reshape(rows, -1)
-        v = jnp.pad(v.reshape(rows, heads, -1), ((0, 0), (0, 0), (0, width - form.v_head_dim)))
-        qkv = lax.optimization_barrier(jnp.concatenate([q, k, v.reshape(rows, -1)], axis=1))
-        attended = call.attend(self.index, qkv, AttentionWeights()).reshape(rows, heads, width)
-        return lax.optimization_barrier(attended[:, :, : form.v_head_dim].reshape(rows, -1))
+        q = self.sharding.own_latent_queries(q).reshape(rows, -1, form.query_dim)  # of this device's heads
+        still, turning = jnp.split(q, [form.qk_nope_head_dim], axis=2)
+        queries = _in_halves(turning, by_head(products, self.k_b[...], still))
+        latent, turning = jnp.split(self.kv_a(products, x, norm=norm), [form.kv_lora_rank], axis=1)
+        latent = rms_norm(latent, self.kv_a_norm[...], forms.LATENT_EPS)
+        keys = _in_halves(turning[:, None], latent[:, None])
+        both = jnp.concatenate([queries, keys], axis=1).reshape(rows, -1)
+        attended = call.attend(self.index, lax.optimization_barrier(both), AttentionWeights())
+        attended = attended.reshape(rows, -1, 2, form.key_dim // 2)[..., form.qk_rope_head_dim // 2 :]
+        attended = lax.optimization_barrier(attended.reshape(rows, -1, form.kv_lora_rank))
+        made = by_head(products, self.v_b[...], attended)
+        return self.sharding.gather(made.reshape(rows, -1), "latent_values")
+
+
+def _in_halves(first: jax.Array, second: jax.Array) -> jax.Array:
+    """`[N, H, A]` and `[N, H, B]` as `[N, H, A + B]`, half of each and then the other halves."""
+    parts = [x.reshape(*x.shape[:2], 2, -1) for x in (first, second)]
+    return jnp.concatenate(parts, axis=3).reshape(*first.shape[:2], -1)
 
 
 class Mamba(nnx.Module):
@@ -443,7 +450,7 @@ class MlpBesideExperts(nnx.Module):
     """An MLP and routed experts of the same residual stream; each output has a norm, and so has their sum."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, form: RoutedExperts) -> None:
-        self.config, d = c, c.hidden_size
+        self.config, self.sharding, d = c, make.sharding, c.hidden_size
         self.dense = Mlp(make, d, c.intermediate_size, "mlp", bias=False)
         self.routed = RoutedMlp(make, d, form)
         self.dense_norm, self.routed_norm = make.vector(d), make.vector(d)
@@ -456,7 +463,8 @@ class MlpBesideExperts(nnx.Module):
             return Norm(weight[...], self.config.rms_norm_eps)
 
         hidden = self.dense(products, x, norm, self.config.hidden_act)
-        dense = normed(self.dense.down(products, hidden), by(self.dense_norm))
+        dense = self.sharding.gather(self.dense.down(products, hidden), "residual")
+        dense = normed(dense, by(self.dense_norm))
         routed = self.routed(products, x, by(self.routed_input_norm), jnp.zeros_like(x))
         both = lax.optimization_barrier(dense + normed(routed, by(self.routed_norm)))
         return residual + normed(both, by(self.sum_norm))

@@ -7,6 +7,7 @@
 
 #include "attention_cache.h"
 #include "attention_heads.h"
+#include "attention_latent.h"
 #include "attention_scores.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
@@ -30,6 +31,7 @@ struct Arguments {
   int64_t rows, pages, page;  // of the tables; positions of a page
   int64_t window;             // keys a query sees, itself included; 0: all
   int64_t stored_parts;       // 2: keys and values; 1: keys that are the values, too; 0: none, those in the cache are another layer's
+  bool latent;                // values are not stored: they are the keys as these are in the cache
   ScoreForm form;
 
   // The first key that a query at `position` sees.
@@ -51,25 +53,98 @@ class Scratch {
  public:
   Context<T> context;
   int64_t score_stride = 0, weight_stride = 0;  // elements
+  std::vector<float> sums;
 
-  void Prepare(const Head<T>& head, int64_t first, int64_t last) {
+  // For `rows` queries, of which `scored` at most have scores at a time.
+  void Prepare(const Head<T>& head, int64_t first, int64_t last, int64_t scored = kQueries, int64_t rows = kQueries) {
     context.List(head, first, last);
     score_stride = ((last - first + 31) / 32 * 2 | 1) * 16;
     weight_stride = ((last - first + 31) / 32 | 1) * 32;
-    scores_.resize(std::max(scores_.size(), static_cast<size_t>(kQueries * score_stride / 16)));
-    weights_.resize(std::max(weights_.size(), static_cast<size_t>(kQueries * weight_stride / 32)));
+    scores_.resize(std::max(scores_.size(), static_cast<size_t>(scored * score_stride / 16)));
+    weights_.resize(std::max(weights_.size(), static_cast<size_t>(rows * weight_stride / 32)));
+  }
+
+  // For values that are the keys: a segment of them, and the results of `rows` queries.
+  void PrepareLatent(int64_t width, int64_t rows) {
+    turned_.resize(std::max(turned_.size(), static_cast<size_t>(kSegment * width * sizeof(T) / sizeof(Line))));
+    results_.resize(std::max(results_.size(), static_cast<size_t>(rows * width / 16)));
+    sums.resize(std::max(sums.size(), static_cast<size_t>(rows)));
   }
 
   float* scores() { return scores_.data()->scores; }
   BFloat16* weights() { return weights_.data()->weights; }
+  T* turned() { return reinterpret_cast<T*>(turned_.data()); }
+  float* results() { return results_.data()->scores; }
 
  private:
   union alignas(64) Line {
     float scores[16];
     BFloat16 weights[32];
   };
-  std::vector<Line> scores_, weights_;
+  std::vector<Line> scores_, weights_, turned_, results_;
 };
+
+// The steps of attention to keys that are the values, of up to `kLatentRows` queries or those of one token.
+template <typename T>
+struct ByLatent {
+  Scratch<T>& scratch;
+  bool tiles;
+
+  ByLatent(Scratch<T>& own, bool uses_tiles) : scratch(own), tiles(uses_tiles) {}
+
+  // The weights of a few queries, whose place is from row `from` on.
+  template <typename Taken>
+  void Weights(Taken* queries, const Seen& seen, ScoreForm form, int64_t from) const {
+    float* sums = scratch.sums.data() + from;
+#ifdef XLA_ENGINE_AMX
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (tiles) {
+        ShapeTiles(seen.rows, scratch.context.count);
+        WeightsByTiles(scratch.context, queries, seen, form, scratch.scores(), scratch.score_stride,
+                       scratch.weights() + from * scratch.weight_stride, scratch.weight_stride, sums);
+        return _tile_release();
+      }
+    }
+#endif
+    WeightsByVectors(scratch.context, queries, seen, form, scratch.scores() + from * scratch.score_stride, scratch.score_stride, sums);
+  }
+
+  // Adds the weighted values from position `first` on, a segment, for all rows.
+  void Weigh(int64_t first, int64_t rows) const {
+    const int64_t last = std::min(first + kSegment, scratch.context.count), width = scratch.context.width;
+    TurnKeys(scratch.context, first, last, scratch.turned());
+    thread_local Context<T> part;
+    part.count = last - first;
+    part.width = width;
+    part.values.clear();
+    for (int64_t at = 0; at < part.count; at += Head<T>::kTile) part.values.push_back(scratch.turned() + at * width);
+    for (int64_t from = 0; from < rows; from += kQueries) {
+      const int64_t some = std::min(kQueries, rows - from);
+      float* out = scratch.results() + from * width;
+#ifdef XLA_ENGINE_AMX
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (tiles) {
+          ShapeTiles(some, part.count);
+          WeighTiles(part, scratch.weights() + from * scratch.weight_stride + first, scratch.weight_stride, out, first == 0);
+          _tile_release();
+          continue;
+        }
+      }
+#endif
+      WeighByVectors(part, scratch.scores() + from * scratch.score_stride, scratch.score_stride, first, some, out, first == 0);
+    }
+  }
+};
+
+// Tokens of a task: so many that keys are turned for many queries at once, and tasks enough for all threads; no bit depends on it.
+inline int64_t LatentTokens(const ffi::ThreadPool& pool, const Arguments& a, int64_t groups) {
+  int64_t longest = 1;
+  for (int64_t lane = 0; lane < a.lanes; ++lane)
+    if (a.count[lane] > 0) longest = std::max(longest, a.Furthest(lane, 0, a.count[lane]));
+  const int64_t rows = std::min<int64_t>(kLatentRows, kLatentWeights / (longest * static_cast<int64_t>(sizeof(float))));
+  const int64_t share = a.lanes * a.width / (2 * std::max<int64_t>(1, pool.num_threads()));
+  return std::max<int64_t>(1, std::min(rows / groups, share));
+}
 
 template <typename T>
 using ResultOf = std::conditional_t<std::is_same_v<T, int8_t>, BFloat16, T>;
@@ -81,14 +156,15 @@ constexpr ffi::DataType kType = std::is_same_v<T, int8_t> ? ffi::S8 : std::is_sa
 template <typename T, typename Out = ResultOf<T>>
 void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* values, Out* out) {
   constexpr bool kBytes = std::is_same_v<T, int8_t>;
+  [[maybe_unused]] const bool uses_tiles = tiles && std::is_same_v<T, BFloat16>;
   using Taken = std::conditional_t<kBytes, float, T>;
   const int64_t groups = a.heads / a.kv_heads;
-  const int64_t tokens = std::max<int64_t>(1, kQueries / groups);  // of one task
+  const int64_t tokens = a.latent ? LatentTokens(pool, a, groups) : std::max<int64_t>(1, kQueries / groups);  // of one task
   const int64_t pieces = (a.width + tokens - 1) / tokens;
   auto head_of = [&](int64_t lane, int64_t kv) {
     Head<T> head = {keys, values, a.tables + a.slot[lane] * a.pages, a.pages, a.page, a.kv_heads * a.page, a.projection.padded};
     head.keys += kv * a.page * head.KeyWidth();
-    head.values += kv * a.page * head.width;
+    head.values = a.latent ? nullptr : head.values + kv * a.page * head.width;
     return head;
   };
 
@@ -102,12 +178,12 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     for (int64_t t = 0; t < a.count[lane]; ++t) {
       const int64_t row = lane * a.width + t;
       a.projection.Rotated(row, a.heads + kv, a.k_norm, key);
-      a.projection.Value(row, a.heads + (a.stored_parts - 1) * a.kv_heads + kv, value);
+      if (!a.latent) a.projection.Value(row, a.heads + (a.stored_parts - 1) * a.kv_heads + kv, value);
       const bool odd = (a.start[lane] + t) % 2;
       if constexpr (kBytes)
-        WriteBytes(head, a.start[lane] + t, key, value);
+        WriteBytes(head, a.start[lane] + t, key, a.latent ? nullptr : value);
       else
-        head.Write(a.start[lane] + t, key, value, odd ? t > 0 || a.width == 1 : t + 1 < a.count[lane] || !continued);
+        head.Write(a.start[lane] + t, key, a.latent ? nullptr : value, odd ? t > 0 || a.width == 1 : t + 1 < a.count[lane] || !continued);
     }
   };
 
@@ -121,22 +197,49 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     thread_local Scratch<T> scratch;
     // Whole tiles by absolute position, so that a row's keys stand in the same tiles whatever rows are beside it.
     const int64_t begin = a.First(a.start[lane] + first_token) / Head<T>::kTile * Head<T>::kTile;
-    scratch.Prepare(head_of(lane, kv), begin, a.Furthest(lane, first_token, used));
+    const int64_t last = a.Furthest(lane, first_token, used), width = a.projection.padded;
     alignas(64) Taken queries[kQueries * kMaxWidth];
-    alignas(64) float result[kQueries * kMaxWidth];
-    float sums[kQueries];
     Seen seen;
     const int64_t rows_wanted = (used - first_token) * groups;
-    for (int64_t from = 0; from < rows_wanted; from += kQueries) {
+    const auto ask = [&](int64_t from) {
       seen.rows = std::min(kQueries, rows_wanted - from);
       for (int64_t r = 0; r < seen.rows; ++r) {
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
-        a.projection.Rotated(lane * a.width + t, head, a.q_norm, queries + r * a.projection.padded);
+        a.projection.Rotated(lane * a.width + t, head, a.q_norm, queries + r * width);
         seen.first[r] = a.First(a.start[lane] + t) - begin;
         seen.last[r] = a.Last(lane, t) - begin;
         seen.sink[r] = a.sinks ? a.sinks[head] : kLowest;
         seen.added[r] = a.distances ? a.distances + (2 * head + 1) * a.span + begin - (a.start[lane] + t) : nullptr;
       }
+    };
+    const auto give = [&](int64_t from, const float* result, const float* sums) {
+      for (int64_t r = 0; r < std::min(kQueries, rows_wanted - from); ++r) {
+        const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
+        Out* to = out + ((lane * a.width + t) * a.heads + head) * a.projection.head_dim;
+        const float* from = result + r * width;
+        int64_t d = 0;
+        for (; d + kVector <= a.projection.head_dim; d += kVector) Storage<Out>::Round(Load(from + d) / sums[r], to + d);
+        for (; d < a.projection.head_dim; ++d) to[d] = Storage<Out>::Round(from[d] / sums[r]);
+      }
+    };
+    if (a.latent) {
+      scratch.Prepare(head_of(lane, kv), begin, last, uses_tiles ? kQueries : rows_wanted, rows_wanted);
+      scratch.PrepareLatent(width, rows_wanted);
+      for (int64_t from = 0; from < rows_wanted; from += kQueries) {
+        ask(from);
+        ByLatent(scratch, uses_tiles).Weights(queries, seen, a.form, from);
+      }
+      for (int64_t first = 0; first < scratch.context.count; first += kSegment) ByLatent(scratch, uses_tiles).Weigh(first, rows_wanted);
+      Finish(scratch.context, rows_wanted, scratch.results());
+      for (int64_t from = 0; from < rows_wanted; from += kQueries)
+        give(from, scratch.results() + from * width, scratch.sums.data() + from);
+      return;
+    }
+    scratch.Prepare(head_of(lane, kv), begin, last);
+    alignas(64) float result[kQueries * kMaxWidth];
+    float sums[kQueries];
+    for (int64_t from = 0; from < rows_wanted; from += kQueries) {
+      ask(from);
 #ifdef XLA_ENGINE_AMX
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (tiles)
@@ -147,14 +250,7 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
       } else
 #endif
         AttendVectors(scratch.context, queries, seen, a.form, scratch.scores(), scratch.score_stride, result, sums);
-      for (int64_t r = 0; r < seen.rows; ++r) {
-        const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
-        Out* to = out + ((lane * a.width + t) * a.heads + head) * a.projection.head_dim;
-        const float* from = result + r * a.projection.padded;
-        int64_t d = 0;
-        for (; d + kVector <= a.projection.head_dim; d += kVector) Storage<Out>::Round(Load(from + d) / sums[r], to + d);
-        for (; d < a.projection.head_dim; ++d) to[d] = Storage<Out>::Round(from[d] / sums[r]);
-      }
+      give(from, result, sums);
     }
   };
 
@@ -224,6 +320,7 @@ struct Attention {
     a.distances = OrNull(distances);
     a.window = window;
     a.stored_parts = stored_parts;
+    a.latent = values.element_count() == 0;
     a.form = {scale, softcap};
     const int64_t rows = rope.dimensions()[0];
     a.lanes = slot.element_count();
@@ -241,8 +338,10 @@ struct Attention {
     projection.width = (a.heads + stored_parts * a.kv_heads) * projection.head_dim;
     a.span = static_cast<int64_t>(distances.element_count()) / (2 * a.heads);
     if (a.distances && distances.dimensions()[0] != a.heads) return ffi::Error::InvalidArgument("distances of other heads");
-    if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
-    if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
+    if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 640");
+    if (a.latent && stored_parts != 1)
+      return ffi::Error::InvalidArgument("keys that are the values have none beside them");
+    if (keys.untyped_data() != new_keys->untyped_data() || (!a.latent && values.untyped_data() != new_values->untyped_data()))
       return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
     if (layer < 0 || layer >= shape[0]) return ffi::Error::InvalidArgument("the store has no such layer");
     const int64_t before = layer * shape[1] * a.kv_heads * a.page;  // positions

@@ -39,11 +39,12 @@ inline float QuantizeHead(float* head, int64_t width, int8_t* to) {
   return scale;
 }
 
-// Writes a position's key and value, which are scratch afterwards.
+// Writes a position's key and value, which are scratch afterwards. value: null if it is the key.
 inline void WriteBytes(const Head<int8_t>& head, int64_t position, float* key, float* value) {
   alignas(64) int8_t keys[kMaxWidth], values[kMaxWidth];
-  const float key_scale = QuantizeHead(key, head.width, keys), value_scale = QuantizeHead(value, head.width, values);
-  head.Write(position, keys, values, false);
+  const float key_scale = QuantizeHead(key, head.width, keys);
+  const float value_scale = value ? QuantizeHead(value, head.width, values) : key_scale;
+  head.Write(position, keys, value ? values : nullptr, false);
   char* scale = reinterpret_cast<char*>(head.KeyBlock(position) + head.width * kVector) + position % kVector * sizeof(float);
   std::memcpy(scale, &key_scale, sizeof key_scale);
   std::memcpy(scale + kVector * sizeof(float), &value_scale, sizeof value_scale);
@@ -135,10 +136,13 @@ auto WidenedBytes(Words bytes) {
 }
 
 template <int kRows, int kParts>
-void WeighByteParts(const Context<int8_t>& context, const Factors<BFloat16>::Type* weights, int64_t stride, int64_t dim, float* out) {
+void WeighByteParts(const Context<int8_t>& context, const Factors<BFloat16>::Type* weights, int64_t stride, int64_t dim, float* out,
+                    bool fresh) {
   using F = Factors<BFloat16>;
   constexpr int64_t kPart = 4 * kVector * kVector;  // bytes of sixteen dimensions of a tile
   Vec sum[kRows][kParts] = {};
+  for (int r = 0; !fresh && r < kRows; ++r)
+    for (int p = 0; p < kParts; ++p) sum[r][p] = Load(out + r * context.width + dim + p * kVector);
   const int64_t words = (context.count + 3) / 4, last = static_cast<int64_t>(context.values.size()) - 1;
   for (int64_t tile = 0; tile * kVector < words; ++tile) {
     const int8_t* rows = context.values[tile] + dim * 4 * kVector;
@@ -166,17 +170,17 @@ void WeighByteParts(const Context<int8_t>& context, const Factors<BFloat16>::Typ
 }
 
 template <int kRows>
-void WeighByteRows(const Context<int8_t>& context, const Factors<BFloat16>::Type* weights, int64_t stride, float* out) {
+void WeighByteRows(const Context<int8_t>& context, const Factors<BFloat16>::Type* weights, int64_t stride, float* out, bool fresh) {
   constexpr int64_t kParts = Beside(kRows);
   int64_t dim = 0;
   for (; dim + kParts * kVector <= context.width; dim += kParts * kVector)
-    WeighByteParts<kRows, kParts>(context, weights, stride, dim, out);
-  for (; dim < context.width; dim += kVector) WeighByteParts<kRows, 1>(context, weights, stride, dim, out);
+    WeighByteParts<kRows, kParts>(context, weights, stride, dim, out, fresh);
+  for (; dim < context.width; dim += kVector) WeighByteParts<kRows, 1>(context, weights, stride, dim, out, fresh);
 }
 
 // As in attention_vectors.h, with queries in float32, which are scratch afterwards.
-inline void AttendVectors(const Context<int8_t>& context, float* queries, const Seen& seen, ScoreForm form, float* scores,
-                          int64_t stride, float* out, float* sums) {
+inline void WeightsByVectors(const Context<int8_t>& context, float* queries, const Seen& seen, ScoreForm form, float* scores,
+                             int64_t stride, float* sums) {
   const int64_t width = context.width;
   ByteQueries asked;
   for (int64_t row = 0; row < seen.rows; ++row) asked.Set(row, queries + row * width, width);
@@ -192,11 +196,22 @@ inline void AttendVectors(const Context<int8_t>& context, float* queries, const 
     }
     Factors<BFloat16>::FromWeights(weights, end);
   }
-  using Factor = Factors<BFloat16>::Type;
-  ByRows(seen.rows, [&](auto count, int64_t row) {
-    WeighByteRows<count>(context, reinterpret_cast<const Factor*>(scores + row * stride), stride, out + row * width);
+}
+
+inline void WeighByVectors(const Context<int8_t>& context, const float* weights, int64_t stride, int64_t first, int64_t rows, float* out,
+                           bool fresh) {
+  using F = Factors<BFloat16>;
+  const int64_t before = first / Storage<BFloat16>::kPack * F::kParts;
+  ByRows(rows, [&](auto count, int64_t row) {
+    const auto* own = reinterpret_cast<const F::Type*>(weights + row * stride) + before;
+    WeighByteRows<count>(context, own, stride, out + row * context.width, fresh);
   });
-  for (int64_t row = 0; row < seen.rows; ++row)
+}
+
+// Rotates the results back.
+inline void Finish(const Context<int8_t>& context, int64_t rows, float* out) {
+  const int64_t width = context.width;
+  for (int64_t row = 0; row < rows; ++row)
     Rotate(out + row * width, width, RotationBlock(width), RotationFactor(width) * kWidened);
 }
 

@@ -8,6 +8,8 @@
 // sixteen keys are followed by two vectors more, the float32 scales of these keys and of the values of the same positions:
 // keys are [layers, pages, KV, S / 16, D / 4 + 2, 16, 4], and all of a cell is a function of its own row.
 //
+// If the keys are the values (latent attention), a store has no values: their part is of width 0 (attention_latent.h).
+//
 // A sequence's page j is table[j % pages of the table]. A contiguous slot is one page as long as the sequence may get;
 // a ring is one shorter page, which repeats; block tables name a page for every S positions.
 
@@ -17,13 +19,13 @@
 
 namespace xla_engine {
 
-constexpr int64_t kMaxWidth = 512;  // of a padded head
+constexpr int64_t kMaxWidth = 640;  // of a padded head
 
 // One key/value head of one sequence.
 template <typename T>
 struct Head {
   T* keys;  // of page 0
-  T* values;
+  T* values;  // null: keys are the values
   const int32_t* table;
   int64_t pages;   // in the table
   int64_t page;    // positions of one, whole value tiles
@@ -49,6 +51,7 @@ struct Head {
     Word* to = reinterpret_cast<Word*>(KeyBlock(position)) + position % kVector;
     const Word* words = reinterpret_cast<const Word*>(key);
     for (int64_t word = 0; word < width / kPack; ++word) to[word * kVector] = words[word];
+    if (!value) return;  // the key is the value
     T* row = values + Place(position / kTile * kTile) * width + position % kTile / kPack * kVector * kPack;
     for (int64_t d = 0; d < width; d += kVector, row += kVector * kVector * kPack) {
       if constexpr (kPack == 1) {
@@ -75,13 +78,13 @@ struct Context {
     count = last - first;
     width = head.width;
     keys.resize((count + kVector - 1) / kVector);
-    values.resize((count + Head<T>::kTile - 1) / Head<T>::kTile);
+    values.resize(head.values ? (count + Head<T>::kTile - 1) / Head<T>::kTile : 0);
     auto *key = keys.data(), *value = values.data();
     for (int64_t at = first, end = head.page; at < last; at = end, end += head.page) {
       if (at >= end) end = (at / head.page + 1) * head.page;
       const int64_t place = head.Place(at), size = std::min(last, end) - at;
       for (int64_t p = 0; p < size; p += kVector) *key++ = head.keys + (place + p) * head.KeyWidth();
-      for (int64_t p = 0; p < size; p += Head<T>::kTile) *value++ = head.values + (place + p) * width;
+      for (int64_t p = 0; head.values && p < size; p += Head<T>::kTile) *value++ = head.values + (place + p) * width;
     }
   }
 };

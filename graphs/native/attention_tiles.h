@@ -52,17 +52,27 @@ inline void ScoreTiles(const Context<BFloat16>& context, const BFloat16* queries
 
 // Weighted values [rows, width]. Tiles 0-3 add up, 4 and 5 are the operands, 6 and 7 those of the last, partial key
 // tile: values behind the last key are never read, so stale NaN in a slot is harmless.
-inline void WeighTiles(const Context<BFloat16>& context, const BFloat16* weights, int64_t stride, float* out) {
+// fresh: `out` has no sums of earlier keys, to which these are added.
+inline void WeighTiles(const Context<BFloat16>& context, const BFloat16* weights, int64_t stride, float* out, bool fresh) {
   const int64_t whole = context.count / kTileKeys;
   const bool rest = context.count % kTileKeys != 0;
-  const int64_t weight_pitch = stride * sizeof(BFloat16);
+  const int64_t weight_pitch = stride * sizeof(BFloat16), pitch = context.width * sizeof(float);
   constexpr int64_t kTile = 16 * 32;  // elements
   for (int64_t dim = 0; dim < context.width; dim += 64) {
     const bool wide = dim + 32 < context.width;  // the width is a multiple of 32
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (fresh) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, out + dim, pitch);
+      _tile_loadd(1, out + dim + kVector, pitch);
+      if (wide) {
+        _tile_loadd(2, out + dim + 2 * kVector, pitch);
+        _tile_loadd(3, out + dim + 3 * kVector, pitch);
+      }
+    }
     for (int64_t key = 0; key < whole; ++key) {
       const BFloat16* tile = context.values[key] + dim * kTileKeys;
       _tile_loadd(4, weights + key * kTileKeys, weight_pitch);
@@ -90,7 +100,6 @@ inline void WeighTiles(const Context<BFloat16>& context, const BFloat16* weights
         _tile_dpbf16ps(3, 6, 7);
       }
     }
-    const int64_t pitch = context.width * sizeof(float);
     _tile_stored(0, out + dim, pitch);
     _tile_stored(1, out + dim + kVector, pitch);
     if (wide) {
@@ -100,17 +109,20 @@ inline void WeighTiles(const Context<BFloat16>& context, const BFloat16* weights
   }
 }
 
-// As AttendVectors; `weights` is scratch as well, `weight_stride` elements a row.
-inline void AttendTiles(const Context<BFloat16>& context, const BFloat16* queries, const Seen& seen, ScoreForm form,
-                        float* scores, int64_t stride, BFloat16* weights, int64_t weight_stride, float* out,
-                        float* sums) {
-  const int64_t rest = std::max<int64_t>((context.count % kTileKeys + 1) / 2, 1);  // words of the partial tile
+// Configures the tiles for `rows` queries and `count` keys.
+inline void ShapeTiles(int64_t rows, int64_t count) {
+  const int64_t rest = std::max<int64_t>((count % kTileKeys + 1) / 2, 1);  // words of the partial tile
   TileShapes shapes;
-  for (int tile = 0; tile < 5; ++tile) shapes.Set(tile, seen.rows, 64);
+  for (int tile = 0; tile < 5; ++tile) shapes.Set(tile, rows, 64);
   shapes.Set(5, 16, 64);
-  shapes.Set(6, seen.rows, 4 * rest);
+  shapes.Set(6, rows, 4 * rest);
   shapes.Set(7, rest, 64);
   Configure(shapes);
+}
+
+// As WeightsByVectors, with the weights in bf16 apart, `weight_stride` elements a row.
+inline void WeightsByTiles(const Context<BFloat16>& context, const BFloat16* queries, const Seen& seen, ScoreForm form, float* scores,
+                           int64_t stride, BFloat16* weights, int64_t weight_stride, float* sums) {
   ScoreTiles(context, queries, scores, stride);
   const int64_t end = (context.count + kTileKeys - 1) / kTileKeys * kTileKeys;
   for (int64_t row = 0; row < seen.rows; ++row) {
@@ -122,7 +134,15 @@ inline void AttendTiles(const Context<BFloat16>& context, const BFloat16* querie
     }
   }
   Written();
-  WeighTiles(context, weights, weight_stride, out);
+}
+
+// As AttendVectors; `weights` is scratch as well, `weight_stride` elements a row.
+inline void AttendTiles(const Context<BFloat16>& context, const BFloat16* queries, const Seen& seen, ScoreForm form,
+                        float* scores, int64_t stride, BFloat16* weights, int64_t weight_stride, float* out,
+                        float* sums) {
+  ShapeTiles(seen.rows, context.count);
+  WeightsByTiles(context, queries, seen, form, scores, stride, weights, weight_stride, sums);
+  WeighTiles(context, weights, weight_stride, out, true);
   _tile_release();
 }
 

@@ -127,9 +127,11 @@ void ScoreRows(const Context<T>& context, const typename Factors<T>::Type* queri
 }
 
 template <typename T, int kRows, int kParts>
-void WeighParts(const Context<T>& context, const typename Factors<T>::Type* weights, int64_t stride, int64_t dim, float* out) {
+void WeighParts(const Context<T>& context, const typename Factors<T>::Type* weights, int64_t stride, int64_t dim, float* out, bool fresh) {
   constexpr int kPack = Storage<T>::kPack;
   Vec sum[kRows][kParts] = {};
+  for (int r = 0; !fresh && r < kRows; ++r)
+    for (int p = 0; p < kParts; ++p) sum[r][p] = Load(out + r * context.width + dim + p * kVector);
   const int64_t words = (context.count + kPack - 1) / kPack;
   for (int64_t tile = 0; tile * kVector < words; ++tile) {
     const T* rows = context.values[tile] + dim * kVector * kPack;
@@ -150,12 +152,12 @@ void WeighParts(const Context<T>& context, const typename Factors<T>::Type* weig
 }
 
 template <typename T, int kRows>
-void WeighRows(const Context<T>& context, const typename Factors<T>::Type* weights, int64_t stride, float* out) {
+void WeighRows(const Context<T>& context, const typename Factors<T>::Type* weights, int64_t stride, float* out, bool fresh) {
   constexpr int64_t kParts = Beside(kRows);
   int64_t dim = 0;
   for (; dim + kParts * kVector <= context.width; dim += kParts * kVector)
-    WeighParts<T, kRows, kParts>(context, weights, stride, dim, out);
-  for (; dim < context.width; dim += kVector) WeighParts<T, kRows, 1>(context, weights, stride, dim, out);
+    WeighParts<T, kRows, kParts>(context, weights, stride, dim, out, fresh);
+  for (; dim < context.width; dim += kVector) WeighParts<T, kRows, 1>(context, weights, stride, dim, out, fresh);
 }
 
 // Calls step(rows at a time as a constant, first row) until `rows` are done; a row's bits do not depend on the cut.
@@ -169,14 +171,12 @@ void ByRows(int64_t rows, Step step) {
   if (row + 1 == rows) step(std::integral_constant<int, 1>(), row);
 }
 
-// Attends with queries [rows, width] to the keys each of them sees: weighted values [rows, width] and, apart, the sum of
-// weights of each row. Weights are rounded to the type of the values, their sum is not. `scores` is scratch, `stride`
-// floats a row.
+// The weights of the keys that each of the queries [rows, width] sees, and their sum for each row. Weights are rounded to the type of the
+// values, as factors, their sum is not. They take the place of `scores`, scratch of `stride` floats a row.
 template <typename T>
-void AttendVectors(const Context<T>& context, const T* queries, const Seen& seen, ScoreForm form, float* scores,
-                   int64_t stride, float* out, float* sums) {
-  using Factor = typename Factors<T>::Type;
-  alignas(64) Factor factors[kQueries * kMaxWidth];
+void WeightsByVectors(const Context<T>& context, const T* queries, const Seen& seen, ScoreForm form, float* scores, int64_t stride,
+                      float* sums) {
+  alignas(64) typename Factors<T>::Type factors[kQueries * kMaxWidth];
   for (int64_t row = 0; row < seen.rows; ++row)
     Factors<T>::FromQuery(queries + row * context.width, context.width, factors + row, kQueries);
   ByRows(seen.rows, [&](auto count, int64_t row) {
@@ -187,9 +187,32 @@ void AttendVectors(const Context<T>& context, const T* queries, const Seen& seen
     sums[row] = Softmax(scores + row * stride, seen, row, end, form);
     Factors<T>::FromWeights(scores + row * stride, end);
   }
-  ByRows(seen.rows, [&](auto count, int64_t row) {
-    WeighRows<T, count>(context, reinterpret_cast<const Factor*>(scores + row * stride), stride, out + row * context.width);
+}
+
+// The values [rows, width] of a context, weighted by those weights from key `first` on. fresh: `out` has no sums of earlier keys.
+template <typename T>
+void WeighByVectors(const Context<T>& context, const float* weights, int64_t stride, int64_t first, int64_t rows, float* out,
+                    bool fresh) {
+  using F = Factors<T>;
+  const int64_t before = first / Storage<T>::kPack * F::kParts;  // factors
+  ByRows(rows, [&](auto count, int64_t row) {
+    const auto* own = reinterpret_cast<const typename F::Type*>(weights + row * stride) + before;
+    WeighRows<T, count>(context, own, stride, out + row * context.width, fresh);
   });
+}
+
+// What becomes of weighted values [rows, width].
+template <typename T>
+void Finish(const Context<T>&, int64_t, float*) {}
+
+// Attends with queries [rows, width] to the keys each of them sees: weighted values [rows, width] and, apart, the sum of
+// weights of each row.
+template <typename T, typename Taken>
+void AttendVectors(const Context<T>& context, Taken* queries, const Seen& seen, ScoreForm form, float* scores, int64_t stride, float* out,
+                   float* sums) {
+  WeightsByVectors(context, queries, seen, form, scores, stride, sums);
+  WeighByVectors(context, scores, stride, 0, seen.rows, out, true);
+  Finish(context, seen.rows, out);
 }
 
 }  // namespace xla_engine

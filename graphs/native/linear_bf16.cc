@@ -1,11 +1,13 @@
 // Linear layers of weights in bf16.
 
+#include "by_head.h"
 #include "linear.h"
 
 namespace xla_engine {
 
 using Halves16 = PackedKind<BFloat16, HalvesKernel>;
 XLA_ENGINE_LINEAR(Bf16, Halves16)
+XLA_ENGINE_HANDLER(XlaEngineByHeadBf16, ByHead)
 XLA_ENGINE_WIDENING(LinearBf16, BFloat16)
 
 #ifdef XLA_ENGINE_WIDENS

@@ -101,11 +101,13 @@ KIMI = replace(  # a decay for each channel beside latent attention
     qk_norm=None,
     experts=None,
     mlp_only_layers=(),
-    num_key_value_heads=4,
-    head_dim=32,
+    num_key_value_heads=1,
+    head_dim=64,
+    stored_parts=1,
+    attention_multiplier=0.125,
     no_rope_layers=(0, 1),
     latent=LatentForm(
-        q_lora_rank=0, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
+        q_lora_rank=0, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32
     ),
     delta=replace(MODEL.delta, key_heads=4, gate_rank=32),
 )

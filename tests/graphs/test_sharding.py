@@ -24,14 +24,7 @@ from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import read_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
-ONE_DEVICE = (
-    "gemma3n",
-    "gemma4",
-    "deepseek",
-    "glm4_moe_lite",
-    "kimi",
-)  # tensor_parallel_size is refused for these
-FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if not path.name.startswith(ONE_DEVICE))
+FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
@@ -67,7 +60,7 @@ def test_parts_of_every_weight_make_the_whole(
     monkeypatch.setattr("xla_engine.graphs.model.spec.LEAST", 1)
     checkpoint = load_checkpoint(GOLDEN / name)
     spec = ModelSpec(checkpoint.config, np.dtype("float32"), devices=devices)
-    expected = parameter_shapes(_with_local_sizes(spec.sharding))
+    expected = _local_shapes(spec.sharding)
     for leaf, shape in parameter_shapes(checkpoint.config).items():
         cut = spec.leaves[leaf].cut
         if cut is None:
@@ -81,9 +74,13 @@ def test_parts_of_every_weight_make_the_whole(
                 "shared_gate",
                 "scale",
                 "head_bias",
+                *("q_a", "q_a_bias", "kv_a", "kv_a_bias"),  # of latent attention
+                *("end_gate", "end_output", "scalar", "table", "projection"),  # of embeddings for each layer
+                *("prediction", "correction", "laurel_left", "laurel_right", "factors"),
             )
             assert (
-                last.endswith(whole)
+                leaf.startswith("streams")
+                or last.endswith(whole)
                 or (".delta." in leaf and not has_native_rule(checkpoint.config.delta))
                 or any(f".{kind}." in leaf for kind in ("conv", "mamba"))
             )
@@ -92,7 +89,7 @@ def test_parts_of_every_weight_make_the_whole(
         every = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
         assert set(np.concatenate(rows).tolist()) - {-1} == set(range(every)), leaf
         if not leaf.endswith(
-            (".output", ".down", "down_bias", "output_bias", "shared_down", "embed", "head", "into", "out_of")
+            (".output", "down", "down_bias", "output_bias", "embed", "head", "into", "out_of")
         ):
             assert spec.leaves[leaf].on_devices().shape == expected[leaf]
 
@@ -161,3 +158,14 @@ def _with_local_sizes(sharding: Sharding) -> ModelConfig:
             shared_expert_intermediate_size=_held(sharding, "shared_expert").shape[1],
         )
     return replace(local, intermediate_size=width["mlp"], experts=experts)
+
+
+def _local_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
+    """The shapes of the leaves on one device, each layer's by its own heads and widths."""
+    config = sharding.config
+    found = dict(parameter_shapes(_with_local_sizes(sharding)))
+    for index in range(config.num_hidden_layers):
+        own = replace(sharding, config=config.layer(index))
+        shapes = parameter_shapes(_with_local_sizes(own))
+        found |= {leaf: shape for leaf, shape in shapes.items() if leaf.startswith(f"layers.{index}.")}
+    return found

@@ -18,7 +18,7 @@ from unittest import mock
 
 from tests.support.models import TINY
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.forms import RoutedExperts
+from xla_engine.graphs.forms import LatentForm, RoutedExperts
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
@@ -54,6 +54,17 @@ MODELS = {
         _HYBRID,
         layer_types=("conv", "full_attention"),
         convolution=ConvolutionForm(features=64, kernel=3, bias=True),
+    ),
+    "latent": replace(
+        _HYBRID,
+        num_attention_heads=6,
+        num_key_value_heads=1,
+        head_dim=64,
+        stored_parts=1,
+        attention_multiplier=0.125,
+        latent=LatentForm(
+            q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32
+        ),
     ),
     "mamba": replace(
         _HYBRID,

@@ -199,7 +199,8 @@ class StoredWeights(Mapping[str, Array]):
     def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
         """The rows of a source, in blocks."""
         if source.order is not None:
-            for rows in np.array_split(source.order, max(1, prod(source.shape) // _ORDERED)):
+            numbers = len(source.order) * prod(source.shape[1:])
+            for rows in np.array_split(source.order, max(1, numbers // _ORDERED)):
                 taken = self._files.rows(source.name, rows)
                 yield taken if source.convert is None else source.convert(taken)
             return

@@ -128,6 +128,8 @@ def make_spec(
         config = with_portable_isa(config, model, dtype, parts)
     isa = isa_of_model(config, model, matrices, parts)
     attention = choose_attention(config.attention_backend, config.call_positions, isa, parts)
+    if model.latent is not None and not isinstance(attention, NativeAttention):
+        attention = choose_attention("xla", config.call_positions)  # the Pallas kernels' heads are narrower
     if config.kv_cache_dtype == "int8":
         if not isinstance(attention, NativeAttention) or dtype != jnp.bfloat16:
             raise ConfigError(

@@ -155,21 +155,17 @@ def _whole(name: str) -> Sources:
     return lambda _, shape: (Source(name=name, shape=shape),)
 
 
-def _keys_and_values(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """Of latent attention, for each head: the keys' product, transposed, and the values'."""
-    form, heads = config.latent, config.num_attention_heads
-    assert form is not None
-    return (
-        Source(
-            name="self_attn.k_b_proj.weight",
-            shape=(heads, shape[1], form.qk_nope_head_dim),
-            convert=lambda block: block.swapaxes(1, 2),
-        ),
-        Source(name="self_attn.v_b_proj.weight", shape=(heads, form.v_head_dim, shape[1])),
-    )
+def _by_head(name: str) -> Sources:
+    """A tensor with an axis for heads, of latent attention."""
+
+    def sources(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        heads = config.num_attention_heads
+        return (Source(name=name, shape=(heads, shape[0] // heads, shape[1])),)
+
+    return sources
 
 
-KEYS_AND_VALUES_APART: Tensors = {"kv_b": _keys_and_values}
+KEYS_AND_VALUES_APART: Tensors = {part: _by_head(f"self_attn.{part}_proj.weight") for part in ("k_b", "v_b")}
 """Newer files of models with latent attention."""
 _LFM2: Tensors = {"conv.convolution": _whole("conv.conv.weight")}
 _LFM2_EXPERTS: Tensors = {"experts.correction": ("feed_forward.expert_bias.bias",)}

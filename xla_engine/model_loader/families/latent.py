@@ -8,7 +8,7 @@ import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import LatentForm
-from xla_engine.graphs.ops.rope import natural_log, rotary_order
+from xla_engine.graphs.ops.rope import natural_log
 from xla_engine.model_loader.families.dense import MLP, MODEL, PRE_NORMS, layer_count
 from xla_engine.model_loader.families.experts import GLM4_MOE, QWEN_EXPERTS, groups_of, routed_experts
 from xla_engine.model_loader.families.family import Family, Source, Sources, Tensors, with_bias
@@ -23,15 +23,16 @@ def _form(config: ModelConfig) -> LatentForm:
     return config.latent
 
 
-def _head_order(config: ModelConfig) -> Array:
-    """The checkpoint's dimension, of which the rotary part is last, at each dimension of a query head."""
-    form = _form(config)
-    rotary_first = np.roll(np.arange(config.head_dim), form.qk_rope_head_dim)
-    return rotary_first[rotary_order(config)]
+def _in_halves(config: ModelConfig, before: int) -> Array:
+    """The checkpoint's rows at each row of `before` rows without rotary embedding and, behind them, a rotary part."""
+    pairs = np.arange(_form(config).qk_rope_head_dim)
+    pairs = pairs.reshape(-1, 2).T.reshape(-1) if config.rope_interleaved else pairs
+    return np.concatenate([np.arange(before), before + pairs])
 
 
 def _queries(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    rows = np.arange(shape[0]).reshape(config.num_attention_heads, -1)[:, _head_order(config)]
+    order = _in_halves(config, _form(config).qk_nope_head_dim)
+    rows = np.arange(shape[0]).reshape(config.num_attention_heads, -1)[:, order]
     name = "self_attn.q_b_proj.weight" if _form(config).q_lora_rank else "self_attn.q_proj.weight"
     return (Source(name=name, shape=shape, order=rows.reshape(-1)),)
 
@@ -40,21 +41,32 @@ def _short(part: str) -> Sources:
     """The rows of the short vector and those of the shared rotary part, and their biases."""
 
     def sources(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-        form = _form(config)
-        pairs = np.arange(form.qk_rope_head_dim)
-        pairs = pairs.reshape(-1, 2).T.reshape(-1) if config.rope_interleaved else pairs
-        order = np.concatenate([np.arange(form.kv_lora_rank), form.kv_lora_rank + pairs])
+        order = _in_halves(config, _form(config).kv_lora_rank)
         return (Source(name=f"self_attn.kv_a_proj_with_mqa.{part}", shape=shape, order=order),)
 
     return sources
 
 
-def _keys_and_values(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """The file has the keys and values of a head side by side; the leaf the keys of all heads first."""
-    rows = np.arange(shape[0]).reshape(config.num_attention_heads, -1)
-    keys, values = np.split(rows, [_form(config).qk_nope_head_dim], axis=1)
-    order = np.concatenate([keys.reshape(-1), values.reshape(-1)])
-    return (Source(name="self_attn.kv_b_proj.weight", shape=shape, order=order),)
+def _split(config: ModelConfig) -> tuple[tuple[int, int], Array, Array]:
+    """The shape of the tensor that makes keys and values, and its rows for those of each head."""
+    form, heads = _form(config), config.num_attention_heads
+    shape = heads * (form.qk_nope_head_dim + form.v_head_dim), form.kv_lora_rank
+    keys, values = np.split(np.arange(shape[0]).reshape(heads, -1), [form.qk_nope_head_dim], axis=1)
+    return shape, keys, values
+
+
+_MAKES = "self_attn.kv_b_proj.weight"
+
+
+def _keys(config: ModelConfig, _: tuple[int, ...]) -> tuple[Source, ...]:
+    """Transposed for each head: queries are multiplied by it."""
+    shape, keys, _values = _split(config)
+    return tuple(Source(name=_MAKES, shape=shape, order=rows, convert=np.transpose) for rows in keys)
+
+
+def _values(config: ModelConfig, _: tuple[int, ...]) -> tuple[Source, ...]:
+    shape, _keys, values = _split(config)
+    return (Source(name=_MAKES, shape=shape, order=values.reshape(-1)),)
 
 
 _TENSORS: Tensors = {
@@ -70,7 +82,8 @@ _TENSORS: Tensors = {
     "kv_a": _short("weight"),
     "kv_a_bias": _short("bias"),
     "kv_a_norm": ("self_attn.kv_a_layernorm.weight",),
-    "kv_b": _keys_and_values,
+    "k_b": _keys,
+    "v_b": _values,
     **with_bias("output", "self_attn.o_proj"),
 }
 
@@ -80,7 +93,7 @@ def _latent(fields: Fields) -> dict[str, Any]:
     short = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     rank = fields.integer("q_lora_rank", high=_WIDEST) if fields.given("q_lora_rank") else 0
     form = LatentForm(q_lora_rank=rank, **{name: fields.integer(name, high=2**14) for name in short})
-    width, temperature = form.qk_nope_head_dim + form.qk_rope_head_dim, 1.0
+    width, temperature = form.query_dim, 1.0
     for rope in fields.objects("rope_parameters", "rope_scaling"):
         stretched = rope.given("mscale_all_dim") and rope.given("factor") and rope.values["factor"] > 1
         if stretched:
@@ -89,8 +102,9 @@ def _latent(fields: Fields) -> dict[str, Any]:
     bias = fields.flag("attention_bias", default=False)
     return {
         "latent": form,
-        "head_dim": width,
-        "num_key_value_heads": fields.integer("num_attention_heads", high=2**14),
+        "head_dim": form.key_dim,
+        "num_key_value_heads": 1,
+        "stored_parts": 1,
         "attention_multiplier": temperature * temperature / math.sqrt(width),
         "rope_interleaved": fields.flag("rope_interleave", default=True),
         "qkv_bias": bias,

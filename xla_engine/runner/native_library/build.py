@@ -19,6 +19,7 @@ import jax
 from xla_engine.graphs.attention import native as attention
 from xla_engine.graphs.experts.routing import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.joined import JOINED, number
+from xla_engine.graphs.linear.by_head import BY_HEAD
 from xla_engine.graphs.linear.native import (
     GATED_LINEAR,
     GATED_LORA,
@@ -59,7 +60,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in ("bf16", "int8", "fours")},
     **{
         f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD, *more))
-        for kind, more in zip(_KINDS, ((), (), (ROWS,), (ROWS,)), strict=True)
+        for kind, more in zip(_KINDS, ((BY_HEAD,), (), (ROWS,), (ROWS,)), strict=True)
     },
     **{
         f"lora_{kind}": tuple(f"{each}_{kind}" for each in (LORA, LINEAR_LORA, GATED_LORA)) for kind in _KINDS

@@ -32,14 +32,15 @@ def native_parts(config: EngineConfig, model: ModelConfig, dtype: str) -> frozen
         kinds.add("bf16")  # routers
         if kept and own == "fours":
             parts.add("experts_fours")
-    if model.alternating is not None:
-        kinds.add("bf16")  # routers
+    if model.alternating is not None or model.latent is not None:
+        kinds.add("bf16")  # routers; products by head
     if kept:
         kinds.add(own)
         parts.add(f"pack_{own}")
     products = ("linear",) if config.enable_lora is False else ("linear", "lora")
     parts |= {f"{each}_{kind}" for each in products for kind in kinds}
-    if kept and model.experts is None and model.recurrent is None and "lora" not in products:
+    only_packed = model.experts is None and model.recurrent is None and model.latent is None
+    if kept and only_packed and "lora" not in products:
         parts.remove(PLAIN)
     return frozenset(parts)
 

@@ -54,7 +54,8 @@ def step_bytes(
 
     weight_bytes: of all weights; None: those of `dtype`.
     """
-    per_key = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    parts = 2 if config.latent is None else 1
+    per_key = parts * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     weights = _BYTES[dtype] * weight_count(config) if weight_bytes is None else weight_bytes
     return weights + _BYTES[dtype] * rows * keys * per_key
 
