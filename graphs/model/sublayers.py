@@ -95,9 +95,8 @@ class Linear(nnx.Module):
         self.form: CodedForm | None = None
         self.scale = make.scales(shape, cut)
         self.bias = make.vector(shape[0], cut) if bias else None
-        self.lora: AdapterMatrices | None = None
-        if make.lora is not None and target is not None:
-            self.lora = AdapterMatrices(make, shape[1], target, cut)
+        room = make.lora is not None
+        self.lora = AdapterMatrices(make, shape[1], target, cut) if room and target is not None else None
 
     def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...], order: Order) -> None:
         """Keep the file's encoding of the weight, if that is supported. stored: how the file stores its rows."""
