@@ -108,9 +108,9 @@ def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
     blocks = loop.scheduler.kv.blocks
     assert blocks is not None
     free = blocks.pool.num_free
-    loop.scheduler.submit(request("c", (*STEM, 5), stored_blocks=4))
-    loop.scheduler.awaits_blocks = "c"
-    keys = [each.key for each in missing(loop.scheduler)]
+    waiting = request("c", (*STEM, 5), stored_blocks=4)
+    loop.scheduler.submit(waiting)
+    keys = [each.key for each in stored_blocks.missing_blocks(loop.scheduler, waiting)]
     assert len(stored_blocks.load(loop.scheduler, "c", keys)) == free - blocks.pool.watermark < 4
     assert blocks.pool.num_free == free
 
