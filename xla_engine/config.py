@@ -78,7 +78,8 @@ class EngineConfig:
         faster if steps take a millisecond, but a row that a stop token ends runs one step longer
         (findings/host_time.md).
     chunk_size: prompt tokens per prefill lane. Prompts are cut at its multiples, whatever the load.
-    prefill_lanes: lane counts of the prefill programs, ascending.
+    prefill_lanes: lane counts of the prefill programs, ascending. The last is raised if the model's largest picture
+        runs in one call and needs more.
     max_num_batched_tokens: the most rows of work per step (decode rows plus padded prompt chunks); None fills the
         largest prefill program once per step.
     key_buckets: key lengths for which attention is compiled, ascending; rounded up to multiples of the span. None

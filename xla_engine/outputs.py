@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -189,3 +190,11 @@ class RequestOutputs(list[RequestOutput]):
         except ImportError as error:
             raise ConfigError("to_pandas needs pandas: pip install pandas; or use to_records()") from error
         return pandas.DataFrame(self.to_records())
+
+
+def __getattr__(name: str) -> Any:
+    """Scores, vectors and classes were defined here, and can be imported from here still."""
+    pooling = import_module("xla_engine.pooling_outputs")
+    if name.startswith("_") or getattr(getattr(pooling, name, None), "__module__", "") != pooling.__name__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(pooling, name)

@@ -12,7 +12,6 @@ import pytest
 
 from tests.engine.test_images import FAMILIES, FULL, IMAGE, SMALL, engine_of, picture, run, run_preempted
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.errors import ConfigError
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.prompts import PicturedPrompt
 from xla_engine.runner.features import FeatureBuffer
@@ -125,8 +124,10 @@ def test_a_causal_decoder_would_be_found(alone: list[object], monkeypatch: pytes
     engine.close()
 
 
-def test_too_few_lanes_for_a_picture_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"25 tokens of a picture run in one prefill call, .* prefill_lanes to 4"
-    ):
-        engine_of(SMALL, NAME)
+def test_a_prefill_call_gets_lanes_for_a_picture(alone: list[object]) -> None:
+    """Four of eight for 25 tokens, whatever the options say."""
+    engine = engine_of(SMALL, NAME)
+    assert SMALL.prefill_lanes[-1] < 4
+    assert engine.config.prefill_lanes == (*SMALL.prefill_lanes[:-1], 4)
+    assert run(engine, *PROMPTS) == alone
+    engine.close()

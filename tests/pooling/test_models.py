@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.pooling_models import CONFIG, Tensors, hidden_states, qwen3_tensors, write_model
-from xla_engine import LLM
+from xla_engine import LLM, outputs, pooling_outputs
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -274,3 +274,10 @@ def test_classes_have_the_names_of_the_config(
     ]
     body = pooling_body(PoolingRequest(url=CLASSIFY_URL), found, "id", "m", 1, labels)
     assert [each["label"] for each in body["data"]] == [labels[0], labels[2], labels[0]]
+
+
+def test_scores_and_vectors_keep_their_old_place() -> None:
+    """`xla_engine.outputs` had them in 0.2.0, and vLLM's module of that name has them."""
+    for name in ("Score", "EmbeddingRequestOutput", "PoolingRequestOutput", "RerankResult"):
+        assert getattr(outputs, name) is getattr(pooling_outputs, name)
+    assert not hasattr(outputs, "math")

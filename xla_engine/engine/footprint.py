@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops.coded import StoredKinds
-from xla_engine.images.processor import read_image_processor
+from xla_engine.images.processor import most_tokens, read_image_processor
 from xla_engine.images.tower import slices_of, why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_only import ConfigOnly
@@ -24,7 +24,7 @@ from xla_engine.model_loader.vision import load_vision
 from xla_engine.model_loader.weights import StoredWeights, stored_kinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import bf16_products_of, library_of, serving_device
-from xla_engine.runner.features import place_bytes, places_within
+from xla_engine.runner.features import place_bytes, places_within, with_lanes_for
 from xla_engine.runner.kept_leaves import leaves_on_disk
 from xla_engine.runner.memory_plan import check_memory
 from xla_engine.runner.native_library.build import building_nothing
@@ -72,11 +72,13 @@ def _vision(model: ModelDescription) -> dict[str, Any] | None:
     vision = load_vision(model.files, dtype=model.options.dtype)
     processor = read_image_processor(model.files.path, model.options.mm_processor_kwargs)
     places = places_within(vision.config, model.options.image_cache_bytes or IMAGE_CACHE_BYTES)
+    largest = most_tokens(processor) or vision.config.place_tokens
     return {
         "weights": vision.weights.nbytes,
         "features": places * place_bytes(vision.config),
         "tokens": places * vision.config.place_tokens,
         "slices": slices_of(vision.config, processor, model).by_tokens,
+        "lanes": with_lanes_for(vision.config, largest, model.options).prefill_lanes,
     }
 
 
@@ -96,6 +98,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
         return form.spec_of(model.within(length))
 
     vision = report.vision or {}
+    config = replace(config, prefill_lanes=vision.get("lanes", config.prefill_lanes))
     extra = memory.ExtraMemory(vision.get("weights", 0) + vision.get("features", 0))
     config = resolve_length(config, model, form.spec_of, device)
     length = config.context_length(model.max_position_embeddings)

@@ -22,8 +22,8 @@ from xla_engine.images.processor import (
     value_table,
 )
 from xla_engine.model_loader.describe import ModelDescription
-from xla_engine.model_loader.vision import VisionCheckpoint, load_vision, read_vision
-from xla_engine.runner.features import places_within, too_few_lanes
+from xla_engine.model_loader.vision import VisionCheckpoint, load_vision
+from xla_engine.runner.features import places_within
 from xla_engine.runner.vision_tower import TowerSlices, VisionTower, slice_operations
 from xla_engine.utils.cores import cores
 from xla_engine.utils.extras import install
@@ -44,10 +44,6 @@ def why_no_pictures(model: ModelDescription) -> str | None:
         why = f"{directory} has no {_FILES[0]}; add the file"
     if why is None and find_spec("PIL") is None:
         why = f"they need Pillow: {install('images')}"
-    if why is None:
-        vision = read_vision(model.files.config_fields(), model.family, model.config)
-        processor = read_image_processor(directory, options.mm_processor_kwargs)
-        why = too_few_lanes(vision, most_tokens(processor) or vision.place_tokens, options)
     return None if why is None else f"this engine reads no pictures: {why}"
 
 

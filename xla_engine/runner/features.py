@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,19 +29,15 @@ def places_within(config: VisionConfig | PatchConfig, num_bytes: int) -> int:
     return max(num_bytes // place_bytes(config), 1)
 
 
-def too_few_lanes(vision: VisionConfig | PatchConfig, tokens: int, config: EngineConfig) -> str | None:
-    """Why no prefill call has room for a tile whose positions see each other, and what to do; None if one has.
+def with_lanes_for(vision: VisionConfig | PatchConfig, tokens: int, config: EngineConfig) -> EngineConfig:
+    """Options whose largest prefill call has room for a tile, if its positions see each other and run in one call.
 
     tokens: the most of a tile.
     """
     needed = -(-tokens // config.chunk_size)
     if vision.sees_ahead == NO_LAYERS or needed <= config.prefill_lanes[-1]:
-        return None
-    return (
-        f"the {tokens} tokens of a picture run in one prefill call, and the largest has "
-        f"{config.prefill_lanes[-1]} lanes of chunk_size {config.chunk_size}; raise the last of prefill_lanes to "
-        f"{needed}"
-    )
+        return config
+    return replace(config, prefill_lanes=(*config.prefill_lanes[:-1], needed))
 
 
 class FeatureBuffer:

@@ -37,7 +37,7 @@ from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import READS_KEYS, READS_STATES, HeldWeights
 from xla_engine.runner.dispatch import Dispatch
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
-from xla_engine.runner.features import FeatureBuffer, too_few_lanes
+from xla_engine.runner.features import FeatureBuffer, with_lanes_for
 from xla_engine.runner.hosts import Hosts
 from xla_engine.runner.in_flight import (
     DecodeSamples,
@@ -121,8 +121,7 @@ class Runner:
         """Make the feature buffer, if there is a tower. As resolved, the configuration tells whether there is one."""
         self.features: FeatureBuffer | None = None
         if tower is not None:
-            if (why := too_few_lanes(tower.config, tower.most_tokens, config)) is not None:
-                raise ConfigError(why)
+            config = with_lanes_for(tower.config, tower.most_tokens, config)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
         kept = None if self.features is None else self.features.rows.nbytes
         return replace(config, image_cache_bytes=kept)
