@@ -18,7 +18,6 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
-from xla_engine.graphs.recurrent.native import has_native_rule
 from xla_engine.graphs.sharding import Kind, Sharding, _held, _order
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import read_rows
@@ -81,7 +80,7 @@ def test_parts_of_every_weight_make_the_whole(
             assert (
                 leaf.startswith("streams")
                 or last.endswith(whole)
-                or (".delta." in leaf and not has_native_rule(checkpoint.config.delta))
+                or (".delta." in leaf and not spec.sharding.cuts_recurrent)
                 or any(f".{kind}." in leaf for kind in ("conv", "mamba"))
             )
             continue
