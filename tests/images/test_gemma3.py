@@ -84,7 +84,7 @@ def test_inspect_says_why_an_engine_takes_no_pictures(model: Path, tmp_path: Pat
     seeing = inspect_model(model, EngineConfig(**ROOM)).vision
     assert seeing is not None and seeing["tokens"] >= 25 and not seeing["tokens"] % 25
     narrow = inspect_model(model, EngineConfig(**ROOM | {"chunk_size": 8})).vision
-    assert narrow is not None and "raise the last of prefill_lanes to 4" in narrow["refused"]
+    assert narrow is not None and narrow["lanes"][-1] >= 4  # 25 tokens in one call
     text = tmp_path / "text"
     shutil.copytree(model, text)
     for name in ("preprocessor_config.json", "processor_config.json"):

@@ -301,7 +301,7 @@ def test_kimi_linear_is_read_by_its_own_names_and_by_those_of_transformers(write
     others |= {"layer_types": ["full_attention" if each else "linear_attention" for each in attends]}
     others |= {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
     assert read_model(open_model(write(others)))[0] == own
-    assert own.max_position_embeddings == 1048576 and own.head_dim == 192 and own.mlp_only_layers == (0,)
+    assert own.max_position_embeddings == 1048576 and own.head_dim == 512 + 64 and own.mlp_only_layers == (0,)
     assert own.experts is not None and own.experts.num_experts == 256 and own.experts.norm_topk_prob
     assert own.delta is not None and own.delta.fused_rows == 3 * 4096 + 128 + 32 + 128
     assert own.ropes == (None,) and [own.attends(index) for index in range(27)] == attends

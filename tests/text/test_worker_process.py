@@ -17,8 +17,8 @@ def test_the_process_that_was_started_ahead_answers(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     process = WorkerProcess(str(tmp_path / "worker.py"))
     process.start()
-    assert process._process is not None
-    started = process._process.pid
+    assert process.process is not None
+    started = process.process.pid
     process.start()  # it runs already
     assert process.ask(5, '{"a": 1}') == {"a": 1, "process": started}
     process.stop()
