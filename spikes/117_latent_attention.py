@@ -1,4 +1,4 @@
-# Measured at commit COMMIT; runs at HEAD.
+# Measured at commit 0b01cd4c; runs at HEAD.
 """What do prefill and decode of a model with latent attention take, in this tree and in another?
 
     git worktree add ../before COMMIT
