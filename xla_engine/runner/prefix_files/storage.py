@@ -102,7 +102,7 @@ class PrefixStorage:
         return 0
 
     def is_worth_reading(self, blocks: Sequence[StoredBlock], tokens: int) -> bool:
-        """Whether to read blocks of a prompt, rather than compute so many tokens."""
+        """Whether reading these blocks of a prompt is worth it, compared with computing their `tokens` again."""
         if self._last is not None and not self._last.done and self._last.abandoned:
             return False  # the disk hangs
         if self._disk.seconds is None or self.prefill.seconds is None:
@@ -117,7 +117,10 @@ class PrefixStorage:
         return False
 
     def start(self, request_id: str, blocks: Sequence[StoredBlock], tokens: int, now: float) -> BlockReading:
-        """Read blocks in the background, for as long as computing so many tokens takes. now: on the engine's clock."""
+        """Read blocks in the background. Gives up after the time in which `tokens` could be computed.
+
+        now: on the engine's clock.
+        """
         rate = self.prefill.seconds
         patience = _PATIENCE if rate is None else rate * tokens
         self._last = reading = BlockReading(request_id, blocks, now + patience)
