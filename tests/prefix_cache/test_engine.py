@@ -142,7 +142,8 @@ def damage(kind: str, path: Path, draw: random.Random) -> None:
     elif kind == "cut":
         path.write_bytes(whole[:at])
     elif kind == "other":
-        path.write_bytes(draw.choice(sorted(path.parent.parent.glob("??/*"))).read_bytes())
+        contents = [each.read_bytes() for each in sorted(path.parent.parent.glob("??/*"))]
+        path.write_bytes(draw.choice([each for each in contents if each != whole]))
     elif kind == "link":
         path.unlink()
         path.symlink_to("/dev/zero")
