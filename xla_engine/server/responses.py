@@ -19,7 +19,7 @@ from xla_engine.openai.fields import CHAT_URL
 from xla_engine.openai.response_items import FieldError, items_of, referenced
 from xla_engine.openai.responses import ResponseBuilder, chat_body
 from xla_engine.openai.results import AnswerWriter, response_writer
-from xla_engine.server.bodies import parse_call, read_json
+from xla_engine.server.bodies import LONG, parse_call, read_json
 from xla_engine.server.errors import ApiError
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
@@ -45,6 +45,8 @@ class Responses:
 
     def size(self, raw: bytes, scope: Scope) -> int:
         """The bytes of the body, and those that its caller has stored if it may name a previous response or item."""
+        if len(raw) > LONG:  # parsed by itself anyway, and the search would hold the loop
+            return len(raw)
         names = (b"previous_response_id", b"item_reference", b'"id"', b"\\u")  # an escape may hide a name
         may_follow = any(name in raw for name in names)
         return len(raw) + (self.memory.held(scope["state"].get("tenant", "")) if may_follow else 0)
