@@ -73,7 +73,9 @@ def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], 
         pytest.param({"chunk_size": 32, "prefill_lanes": (1,), "lag": 0}, id="a picture a lane", marks=FULL),
         pytest.param({"prefill_lanes": (8,), "max_num_batched_tokens": 8}, id="budget", marks=FULL),
         pytest.param({"kv_cache_dtype": "int8"}, id="int8", marks=FULL),
-        pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=FULL),
+        pytest.param(
+            {"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=pytest.mark.release
+        ),
     ],
 )
 def test_forms_of_engines(options: dict[str, object], alone: list[object]) -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tests.engine.test_lora import WITH_ADAPTERS, alone, ended, scores, submit_every
 from tests.support.adapters import write_adapter
 from tests.support.models import TINY, tiny_checkpoint
-from tests.support.tiers import default
+from tests.support.tiers import in_ci
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.config import ModelConfig
@@ -73,7 +73,8 @@ def merge(model: Path, adapter: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", default(NAMES, 1))
+@pytest.mark.full
+@pytest.mark.parametrize("name", in_ci(NAMES, ["qwen3_5", "falcon_h1"]))
 def test_it_computes_what_the_merged_checkpoint_computes(name: str, tmp_path: Path) -> None:
     """In float32, with an adapter of every module that can have one."""
     checkpoint = load_checkpoint(GOLDEN / name, dtype="float32")

@@ -113,10 +113,29 @@ KIMI = replace(  # a decay for each channel beside latent attention
 )
 
 
+OTHERS = {"conv": CONVOLUTIONS, "mamba": MAMBAS, "olmo": OLMO, "kimi": KIMI}
+MEMORIES = {"slots": CONFIG, "blocks": BLOCKS}
+IN_CI = (
+    "conv-native-blocks",
+    "mamba-native-slots",
+    "olmo-native-blocks",
+    "kimi-native-slots",
+    "mamba-xla-blocks",
+)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("memory", [CONFIG, BLOCKS], ids=["slots", "blocks"])
-@pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("model", [CONVOLUTIONS, MAMBAS, OLMO, KIMI], ids=["conv", "mamba", "olmo", "kimi"])
+@pytest.mark.parametrize(
+    ("model", "attention", "memory"),
+    [
+        pytest.param(OTHERS[name], attention, MEMORIES[memory], id=case, marks=marks)
+        for name in OTHERS
+        for attention in ("native", "xla")
+        for memory in MEMORIES
+        for case in [f"{name}-{attention}-{memory}"]
+        for marks in [() if case in IN_CI else pytest.mark.release]
+    ],
+)
 def test_other_recurrent_layers_keep_the_law(
     model: ModelConfig, attention: str, memory: EngineConfig
 ) -> None:

@@ -86,7 +86,7 @@ def whole(model: ModelConfig) -> ModelConfig:
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
-        pytest.param("xla", TINY, marks=FULL),
+        pytest.param("xla", TINY, marks=pytest.mark.release),
         ("auto", WIDE),
         pytest.param("xla", MODELS["routed"], marks=FULL),
         *(

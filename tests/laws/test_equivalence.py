@@ -64,7 +64,7 @@ def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchE
         ("auto", "bfloat16"),
         pytest.param("xla", "bfloat16", marks=pytest.mark.full),
         pytest.param("auto", "float32", marks=pytest.mark.full),
-        pytest.param("xla", "float32", marks=pytest.mark.full),
+        pytest.param("xla", "float32", marks=pytest.mark.release),
     ],
 )
 def test_tiny_model_alone_equals_batched(

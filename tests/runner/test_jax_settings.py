@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
+from tests.support.tiers import in_ci
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.runner.jax_settings import check_platform, own_settings
@@ -65,9 +66,7 @@ def bits(between: Any = lambda: None) -> str:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "name", [ALL, *(pytest.param(each, marks=pytest.mark.release) for each in (*SETTINGS, "jax_default_device"))]
-)
+@pytest.mark.parametrize("name", in_ci([ALL, *SETTINGS, "jax_default_device"], [ALL]))
 def test_no_setting_of_the_process_changes_a_bit(name: str, when: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, name, when], capture_output=True, text=True, check=False

@@ -89,7 +89,7 @@ def test_a_plain_file_has_nothing_to_choose(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        pytest.param({"isa": "none"}, "need the C", marks=pytest.mark.full),
+        pytest.param({"isa": "none"}, "need the C", marks=pytest.mark.release),
         ({"linear_backend": "xla"}, "need the C"),
         ({"dtype": "float32"}, "to float32"),
         ({"bits": "portable"}, "portable"),

@@ -1,6 +1,6 @@
 """Cases of one parametrised test in two tiers."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -17,3 +17,8 @@ def default(values: Iterable[Any], count: int = 1) -> list[Any]:
         )
         for place, each in enumerate(values)
     ]
+
+
+def in_ci(values: Iterable[Any], kept: Container[Any]) -> list[Any]:
+    """The values of a parameter: those in `kept` are tested wherever the test is, the others only for a release."""
+    return [pytest.param(each, marks=[pytest.mark.release] * (each not in kept)) for each in values]

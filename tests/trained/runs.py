@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.golden.make import make_golden_trained as maker
-from tests.support.instruction_sets import NAMES, marks
+from tests.support.instruction_sets import NAMES
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import CompletionOutput
@@ -23,7 +23,7 @@ CONFIGURATIONS = [
     pytest.param({"enable_prefix_caching": False, "lag": 0, "num_blocks": 24}, id="B-blocks"),
     pytest.param({"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}, id="S"),
     *(
-        pytest.param({"isa": isa, "max_num_seqs": 7, "chunk_size": 64}, id=isa, marks=marks(isa))
+        pytest.param({"isa": isa, "max_num_seqs": 7, "chunk_size": 64}, id=isa, marks=pytest.mark.release)
         for isa in NAMES[1:]  # the others have the best one
     ),
 ]

@@ -104,13 +104,14 @@ def test_other_configurations(engine: XlaBatchEngine, expected: Outputs, options
     check_configuration(engine, expected, options)
 
 
+@pytest.mark.release
 def test_two_devices(file: Path) -> None:
     """Law T."""
     [found] = on_devices({"model": str(file), "dtype": "bfloat16", "tokens": 12}, sizes=(1, 2))
     assert found[1]["outputs"] == found[2]["outputs"]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "auto"])
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=pytest.mark.release)])
 def test_eight_bits_are_near_sixteen(file: Path, tmp_path: Path, quantization: str) -> None:
     """Against bfloat16 on English text: divergence (KL) in nats, and the share of equal most likely tokens."""
     text = Tokenizer.from_pretrained(file).plain_ids(pydoc_data.topics.topics["assert"])[: 4 * 128]

@@ -120,7 +120,7 @@ class Bodies:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go here of what the frames of an error and its causes hold: millions of parts take the loop 20 ms to free."""
+    """Let go here of what the frames of an error and its causes hold; millions of parts would hold the loop up."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
