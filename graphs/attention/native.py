@@ -56,8 +56,8 @@ class NativeAttention:
         heads = (len(layers), rows, sizes.num_key_value_heads)
         kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
         keys = (*heads, kept // _LANES, width // pack + _scales(dtype), _LANES, pack)
-        valued = 0 if config.latent is not None else width
-        values = (*heads, kept // (_LANES * pack), valued // _LANES, _LANES, _LANES, pack)
+        valued = heads if config.latent is None else (*heads[:2], 0)
+        values = (*valued, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
         return LayerCache(
             *(
                 self._zeros(shape, dtype) if 0 not in shape else jnp.zeros(shape, dtype)

@@ -57,7 +57,7 @@ class XlaAttention:
         kept = kept_positions(config.attention(index), length, self.call_positions)
         sizes = config.layer(index)
         shape = (kept // span, rows, sizes.num_key_value_heads, span, sizes.head_dim)
-        valued = shape if config.latent is None else (*shape[:-1], 0)
+        valued = shape if config.latent is None else (*shape[:2], 0, *shape[3:])
         return LayerCache(jnp.zeros(shape, stored), jnp.zeros(valued, stored))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
@@ -153,7 +153,7 @@ class XlaAttention:
 
 def _is_latent(layer: LayerCache) -> bool:
     """Whether keys are the values."""
-    return layer.values.shape[-1] == 0
+    return layer.values.shape[2] == 0
 
 
 def _read(layer: LayerCache) -> LayerCache:
