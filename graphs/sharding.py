@@ -13,6 +13,7 @@ devices hold the same one and share its queries. Uneven shards are padded with z
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -182,12 +183,12 @@ class Sharding:
 
         keys, queries = heads(c.num_key_value_heads)
         # Layers of other heads (`ModelConfig.layer`) are asked for their keys only; their own sharding has all heads.
-        other = c.num_global_key_value_heads
+        other = None if c.num_global_key_value_heads is None else heads(c.num_global_key_value_heads)[0]
         return replace(
             c,
             num_key_value_heads=keys,
-            num_attention_heads=queries,
-            num_global_key_value_heads=None if other is None else heads(other)[0],
+            num_attention_heads=queries if other is None else math.lcm(queries, other),
+            num_global_key_value_heads=other,
             delta=delta,
         )
 

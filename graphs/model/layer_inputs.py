@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,10 @@ class LayerInputs(nnx.Module):
     def __init__(self, make: LeafMaker, c: ModelConfig, dtype: jnp.dtype) -> None:
         self.config, self.dtype = c, dtype
         size, total = c.hidden_size_per_layer_input, c.num_hidden_layers * c.hidden_size_per_layer_input
-        self.table = Linear(make, (c.vocab_size_per_layer_input, total), None, role="plain")
+        # The table has a vocabulary of its own, which devices share as they share the other one.
+        own = replace(make.sharding, config=replace(c, vocab_size=c.vocab_size_per_layer_input))
+        shape = (c.vocab_size_per_layer_input, total)
+        self.sharding, self.table = own, Linear(make, shape, own.cut("vocabulary"), role="plain")
         self.projection = Linear(make, (total, c.hidden_size), None)
         self.norm = make.vector(size)
 
@@ -63,7 +67,8 @@ class LayerInputs(nnx.Module):
         c, size = self.config, self.config.hidden_size_per_layer_input
         if c.vocab_size_per_layer_input < c.vocab_size:  # tokens behind the table have its first row
             tokens = jnp.where(tokens < c.vocab_size_per_layer_input, tokens, 0)
-        found = (products.embedded if self.table.form is not None else looked_up)(self.table.values, tokens)
+        lookup = products.embedded if self.table.form is not None else looked_up
+        found = lookup(self.table.values, tokens, self.sharding)
         found = lax.optimization_barrier(found * jnp.asarray(math.sqrt(size), self.dtype).astype(jnp.float32))
         made = lax.optimization_barrier(
             self.projection(products, x) * np.float32(1 / math.sqrt(c.hidden_size))
