@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.models import TINY
-from tests.support.tensor_parallel import WIDE, WIDE_MODELS
+from tests.support.tensor_parallel import MODELS, WIDE, WIDE_MODELS
 from tests.support.tiers import default
+from xla_engine.graphs.attention.backend import Attention
+from xla_engine.graphs.attention.native import NativeAttention
+from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import RoutedExperts
+from xla_engine.graphs.kv_cache.cache import keys_of, make_cache
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.sharding import Kind, Sharding, _held, _order
@@ -41,6 +48,40 @@ def test_every_query_head_is_on_one_device_with_its_keys(heads: int, queries: in
             assert head < 0 or head // queries == keys[place // with_each]
     if heads % devices == 0 or (devices % heads == 0 and queries % (devices // heads) == 0):
         assert (held[0] >= 0).all()  # nothing is padded where it comes out even
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 9))
+def test_caches_have_the_heads_that_each_layer_has_on_a_device(
+    heads: int, fewer: int, queries: int, devices: int
+) -> None:
+    """Of layers of two sizes of heads, with other numbers of key/value heads."""
+    model = replace(
+        TINY,
+        num_attention_heads=math.lcm(heads, fewer) * queries,
+        num_key_value_heads=heads,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=16,
+        global_head_dim=32,
+        num_global_key_value_heads=fewer,
+    )
+    sharding = Sharding(model, devices)
+    for index in range(2):
+        own = replace(sharding, config=model.layer(index))
+        for cache, layer in ((sharding.local, own.local), (sharding.across, own.across)):
+            assert cache.layer(index).num_key_value_heads == layer.num_key_value_heads
+
+
+@pytest.mark.parametrize("attention", [XlaAttention(), NativeAttention("avx2")], ids=lambda each: each.name)
+def test_values_that_are_the_keys_have_one_shape_on_any_number_of_devices(attention: Attention) -> None:
+    """They are empty, so they cannot be split; each device has all keys, for its own queries."""
+    spec = ModelSpec(MODELS["latent"], jnp.dtype(jnp.bfloat16), attention, devices=4)
+    local, across = (
+        keys_of(jax.eval_shape(functools.partial(make_cache, spec, 2, 256, config=config)))
+        for config in (spec.local, spec.sharding.across)
+    )
+    for mine, every in zip(local, across, strict=True):
+        assert mine.values == every.values and mine.values.size == 0
+        assert every.keys.size == 4 * mine.keys.size
 
 
 @given(st.integers(1, 300), st.integers(1, 9), st.sampled_from([1, 32]))
@@ -74,7 +115,7 @@ def test_parts_of_every_weight_make_the_whole(
                 "scale",
                 "head_bias",
                 *("q_a", "q_a_bias", "kv_a", "kv_a_bias"),  # of latent attention
-                *("end_gate", "end_output", "scalar", "table", "projection"),  # of embeddings for each layer
+                *("end_gate", "end_output", "scalar", "projection"),  # of embeddings for each layer
                 *("prediction", "correction", "laurel_left", "laurel_right", "factors"),
             )
             assert (
@@ -88,7 +129,7 @@ def test_parts_of_every_weight_make_the_whole(
         every = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
         assert set(np.concatenate(rows).tolist()) - {-1} == set(range(every)), leaf
         if not leaf.endswith(
-            (".output", "down", "down_bias", "output_bias", "embed", "head", "into", "out_of")
+            (".output", "down", "down_bias", "output_bias", "embed", "head", "table", "into", "out_of")
         ):
             assert spec.leaves[leaf].on_devices().shape == expected[leaf]
 

@@ -20,9 +20,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.native import fits
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.model_loader.checkpoint import random_weights
-from xla_engine.model_loader.config_json import read_config
 from xla_engine.runner import memory
-from xla_engine.runner.backends import make_spec
 from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.tools.bench.models import write_checkpoint
 
@@ -86,6 +84,10 @@ BOTH = (None, "int8")
         ("recurrent", (None,), (1, 4)),
         ("mamba", (None,), (1, 2)),
         ("convolution", (None,), (1, 2)),
+        ("latent", (None,), (1, 4)),
+        ("shared_keys", (None,), (1, 4)),
+        ("keys_as_values", (None,), (1, 4)),
+        ("streams", (None,), (1, 4)),
         *(
             pytest.param(name, BOTH, sizes, marks=pytest.mark.release)
             for name in sorted(MODELS)
@@ -98,11 +100,12 @@ BOTH = (None, "int8")
 def test_no_bit_depends_on_it_in_any_kind_of_layer(
     name: str, quantizations: tuple[str | None, ...], sizes: tuple[int, ...]
 ) -> None:
-    """The C++ operations run: routed experts, recurrent layers, and norms over all heads, in bf16 and int8."""
+    """The C++ operations run: routed experts, recurrent layers, latent attention, two sizes of heads, layers without
+    keys, and norms over all heads, in bf16 and int8."""
     model = MODELS[name]
     saves = {"mamba_cache_mode": "align", "mamba_block_size": 32} if model.recurrent is not None else {}
     jobs = [{"model": name, "engine": {"quantization": each} | saves} for each in quantizations]
-    if name == "recurrent":
+    if name in ("recurrent", "latent", "shared_keys"):
         jobs.append({"model": name, "engine": {"num_blocks": 80} | saves, "preempts": True})
         quantizations = (*quantizations, None)
     for quantization, results in zip(quantizations, run(*jobs, sizes=sizes), strict=True):
@@ -151,11 +154,6 @@ XLA_INT8 = {"engine": {"isa": "none", "quantization": "int8"}}
 def test_every_family(name: str) -> None:
     """The widths of these models are odd, so the products are XLA's. The models are so small that each device has
     every weight completely, except for experts; heads and their cache are split."""
-    model = read_config(GOLDEN / name)
-    try:
-        make_spec(EngineConfig(tensor_parallel_size=2), model, jnp.dtype(jnp.float32))
-    except ConfigError as error:
-        pytest.skip(str(error))
     forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"engine": {"quantization": "int8"}}]
     forms.append({"dtype": "float32", "engine": {"num_blocks": 80}})
     for results in run(*({"model": name, **form} for form in forms)):

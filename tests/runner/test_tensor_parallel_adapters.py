@@ -52,6 +52,8 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     [
         {"model": "wide"},
         {"model": "biased"},
+        {"model": "shared_keys"},
+        {"model": "streams"},
         {"model": "wide", "engine": {"quantization": "int8"}},
         {"model": "tiny", "engine": {"num_blocks": 18, "self_check": True}},
         {"model": "wide", "dtype": "float32", "engine": {"isa": "none"}},
@@ -59,8 +61,8 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     ids=str,
 )
 def test_no_bit_depends_on_it_in_other_engines(job: dict[str, Any]) -> None:
-    """The engines have whole tasks of features, biases, eight bits, blocks, a start-up check with an adapter, or XLA's
-    products."""
+    """The engines have whole tasks of features, biases, two sizes of heads and layers without keys, several streams,
+    eight bits, blocks, a start-up check with an adapter, or XLA's products."""
     (results,) = run(job)
     assert (results[1]["products"] == "native") is (job.get("dtype") is None)
     check(results)
@@ -89,5 +91,9 @@ def test_heads_that_are_no_whole_vectors_are_refused() -> None:
     config, dtype = replace(TINY_ENGINE, enable_lora=True), np.dtype(np.float32)
     assert lora_form(config, model, dtype, NativeProducts("avx512")) is not None
     several: EngineConfig = replace(config, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="multiples of 16"):
-        lora_form(several, model, dtype, NativeProducts("avx512"))
+    wide = replace(
+        model, head_dim=32, layer_types=("sliding_attention", "full_attention"), global_head_dim=24
+    )
+    for each in (model, wide):
+        with pytest.raises(ConfigError, match="multiples of 16"):
+            lora_form(several, each, dtype, NativeProducts("avx512"))

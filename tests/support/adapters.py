@@ -15,15 +15,17 @@ from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.model_loader.families.dense import LLAMA
-from xla_engine.model_loader.families.family import tensor_sources
+from xla_engine.model_loader.families.family import Family, tensor_sources
 from xla_engine.model_loader.peft.request import LoRARequest
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def llama_checkpoint(dtype: str = "bfloat16", model: ModelConfig = TINY) -> Checkpoint:
-    """The random model of the other tests, as if it had been a Llama's files."""
-    return replace(tiny_checkpoint(dtype, model=model), sources=tensor_sources(model, LLAMA))
+def llama_checkpoint(
+    dtype: str = "bfloat16", model: ModelConfig = TINY, family: Family = LLAMA
+) -> Checkpoint:
+    """The random model of the other tests, as if it had been a Llama's files, or another family's."""
+    return replace(tiny_checkpoint(dtype, model=model), sources=tensor_sources(model, family))
 
 
 def modules_of(checkpoint: Checkpoint, modules: Sequence[str] = MODULES) -> dict[str, tuple[int, ...]]:

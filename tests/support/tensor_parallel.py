@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support.models import TINY
+from xla_engine.graphs.alternating_form import AlternatingForm
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import LatentForm, RoutedExperts
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
@@ -44,6 +45,32 @@ def _models(
 
 
 _HYBRID = replace(TINY, hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+_SHARING = ("sliding_attention", "full_attention") * 2 + ("full_attention",)  # the last two have no keys
+_OF_GEMMA: dict[str, Any] = {
+    "global_head_dim": 32, "sliding_window": 24, "qk_norm": "head", "value_norm": True, "post_norm": True,
+    "layer_scalar": True, "hidden_act": "gelu_tanh", "attention_multiplier": 1.0, "embedding_multiplier": 8.0,
+    "rope_local_base_freq": 1000.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_OF_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 5, "layer_types": _SHARING, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 150,
+}  # fmt: skip
+_STREAMS = _OF_GEMMA | {
+    "global_head_dim": None,
+    "layer_scalar": False,
+    "alternating": AlternatingForm(streams=4, laurel_rank=64, cutoffs=(0.8416, 0.2533, None, None, None)),
+}
+_KEYS_AS_VALUES = _OF_GEMMA | {
+    "num_hidden_layers": 3,
+    "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "experts": RoutedExperts(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96, beside_mlp=True, gelu=True
+    ),
+}
+_LATENT = LatentForm(q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
 _MAMBA = MambaForm(
     value_heads=6, value_dim=32, key_heads=2, key_dim=16, kernel=4, norm_eps=1e-6, output_multiplier=0.75
 )
@@ -62,10 +89,13 @@ MODELS = {
         head_dim=64,
         stored_parts=1,
         attention_multiplier=0.125,
-        latent=LatentForm(
-            q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32
-        ),
+        latent=_LATENT,
     ),
+    "shared_keys": replace(
+        _HYBRID, **_OF_GEMMA, **_OF_LAYERS, use_double_wide_mlp=True, intermediate_size=64
+    ),
+    "keys_as_values": replace(_HYBRID, **_KEYS_AS_VALUES),
+    "streams": replace(_HYBRID, **_STREAMS, **_OF_LAYERS),
     "mamba": replace(
         _HYBRID,
         num_hidden_layers=5,
@@ -110,6 +140,18 @@ _OF_WIDE = _models(
     96,
     DeltaForm(key_heads=4, value_heads=8, key_dim=16, value_dim=48, kernel=4, norm_eps=1e-6),
 )
+_OF_WIDE |= {
+    "latent": replace(
+        WIDE,
+        num_key_value_heads=1,
+        head_dim=64,
+        stored_parts=1,
+        latent=replace(_LATENT, kv_lora_rank=48, qk_rope_head_dim=16, v_head_dim=96),
+    ),
+    "shared_keys": replace(WIDE, **_OF_GEMMA, **_OF_LAYERS, use_double_wide_mlp=True),
+    "keys_as_values": replace(WIDE, **_KEYS_AS_VALUES),
+    "streams": replace(WIDE, **_STREAMS, **_OF_LAYERS),
+}
 _OF_WIDE["normed"] = replace(_OF_WIDE["normed"], qkv_bias=True, output_bias=True)
 WIDE_MODELS = {
     "wide": WIDE,

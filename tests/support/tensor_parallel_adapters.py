@@ -16,8 +16,17 @@ from typing import Any
 from tests.support import tensor_parallel
 from tests.support.models import TINY
 from tests.support.tensor_parallel import OPTIONS, WIDE
+from xla_engine.model_loader.families.dense import LLAMA
+from xla_engine.model_loader.families.gemma3n import GEMMA3N
+from xla_engine.model_loader.families.gemma4 import GEMMA4
 
-MODELS = {"tiny": TINY, "wide": WIDE, "biased": replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True)}
+MODELS = {
+    "tiny": (TINY, LLAMA),
+    "wide": (WIDE, LLAMA),
+    "biased": (replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True), LLAMA),
+    "shared_keys": (tensor_parallel.MODELS["shared_keys"], GEMMA4),
+    "streams": (tensor_parallel.MODELS["streams"], GEMMA3N),
+}
 
 
 run = partial(tensor_parallel.run, module=__name__)
@@ -37,7 +46,7 @@ def _result(job: dict[str, Any], size: int, directory: Path) -> dict[str, Any]:
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.sampling_params import SamplingParams
 
-    checkpoint = llama_checkpoint(job.get("dtype", "bfloat16"), MODELS[job["model"]])
+    checkpoint = llama_checkpoint(job.get("dtype", "bfloat16"), *MODELS[job["model"]])
     loras = adapters(directory, checkpoint, 3)
     config = EngineConfig(
         **OPTIONS | job.get("engine", {}), tensor_parallel_size=size, enable_lora=True, max_loras=2

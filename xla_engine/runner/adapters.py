@@ -49,7 +49,8 @@ def lora_form(
     )
     widths = [size for leaf, shape in parameter_shapes(model).items() for size in _widths(model, leaf, shape)]
     if config.tensor_parallel_size > 1:
-        widths.append(model.head_dim)  # a device has whole heads; its share of all else is in larger units
+        # A device has whole heads; its share of all else is in larger units.
+        widths += [model.layer(index).head_dim for index in range(model.num_hidden_layers)]
     if packed and any(size % _WHOLE_WIDTH for size in widths):
         raise ConfigError(
             "enable_lora: widths of this model are no multiples of 16; set linear_backend 'xla'"

@@ -115,12 +115,6 @@ def make_spec(
 
     stored: how the model's file stores its matrices (`xla_engine.model_loader.weights.stored_kinds`).
     """
-    splits = model.is_uniform and not model.hidden_size_per_layer_input and model.latent is None
-    if config.tensor_parallel_size > 1 and not splits:
-        raise ConfigError(
-            "tensor_parallel_size is for models whose layers all have the same heads, without latent attention, and "
-            "tokens one embedding: this one runs on one device. Leave tensor_parallel_size out"
-        )
     quantized, kept = config.quantization == "int8", config.quantization in KEPT
     matrices = jnp.dtype(jnp.int8) if quantized else dtype
     parts = native_parts(config, model, dtype.name)
