@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.command_line import commands_use, invoke
 from tests.support.record_edits import altered, other_hash, put
-from tests.support.tiers import default
+from tests.support.tiers import in_ci
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.record import Record, read_record, to_json, write_record
 
@@ -38,7 +38,7 @@ def test_verify_records_and_replay_repeats(tmp_path: Path, loaded: list[dict[str
     assert invoke("replay", path).exit_code == 0 and loaded[-1]["model"] == "random"
 
 
-@pytest.mark.parametrize("against", default(("alone", "config")))
+@pytest.mark.parametrize("against", in_ci(("alone", "config"), ["alone"]))
 def test_verify_prints_one_json_document(against: str, loaded: list[dict[str, Any]]) -> None:
     result = invoke("verify", "--requests", 4, "--schedules", 1, "--against", against, "--json")
     assert result.exit_code == 0, result.output

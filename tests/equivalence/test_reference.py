@@ -17,7 +17,7 @@ from tests.support.checkpoints import tensors_of
 from tests.support.command_line import assert_not_started, invoke
 from tests.support.gguf_files import GEMMA3N, GEMMA4, Kind, write_gguf, write_qwen3_moe
 from tests.support.quantised import CONFIG, FORMS, write_gpt_oss, write_plain, write_quantised
-from tests.support.tiers import default
+from tests.support.tiers import default, in_ci
 from xla_engine.equivalence import against_reference
 from xla_engine.equivalence.against_reference import ReferenceResult, as_json, compare_with, lines
 from xla_engine.equivalence.forward_pass import ForwardPass
@@ -178,7 +178,7 @@ def test_rounded_activations_are_judged_by_the_mean() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", ["embedded", "gguf", "gpt_oss_mxfp4"])
+@pytest.mark.parametrize("form", in_ci(["embedded", "gguf", "gpt_oss_mxfp4"], ["gguf", "gpt_oss_mxfp4"]))
 def test_verify_compares_a_users_model(form: str, tmp_path: Path) -> None:
     """In float32 and as configured, in whatever files; one JSON document on standard output."""
     model: list[Any] = []
