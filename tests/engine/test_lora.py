@@ -15,12 +15,11 @@ from tests.support.adapters import MODULES, adapters, llama_checkpoint, merged, 
 from tests.support.engine_faults import bits, fail_at
 from tests.support.gguf_checks import GOLDEN
 from tests.support.gguf_files import Kind, write_gguf
-from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.lora.form import UP, LoraForm
 from xla_engine.model_loader.checkpoint import Checkpoint, given_weights, load_checkpoint, random_weights
 from xla_engine.model_loader.peft.adapter import read_adapter
@@ -435,9 +434,10 @@ def test_engines_without_room_for_adapters_say_so(tiny: XlaBatchEngine, loras: l
     for values in (("a", 0, "x"), ("", 1, "x"), ("a", 1, "")):
         with pytest.raises(InvalidRequestError):
             LoRARequest(*values)
-    routed = replace(
-        TINY, experts=RoutedExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    latent, config = (
+        load_checkpoint(GOLDEN / "families" / "deepseek_v2"),
+        replace(WITH_ADAPTERS, max_model_len=128),
     )
-    with pytest.raises(ConfigError, match="enable_lora is for dense models"):
-        XlaBatchEngine(tiny_checkpoint(model=routed), None, WITH_ADAPTERS)
+    with pytest.raises(ConfigError, match="enable_lora is for models without latent attention"):
+        XlaBatchEngine(latent, None, config)
     assert EngineConfig().options() == replace(EngineConfig(), max_loras=1).options()

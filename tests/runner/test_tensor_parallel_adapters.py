@@ -52,6 +52,7 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     [
         {"model": "wide"},
         {"model": "biased"},
+        {"model": "routed"},
         {"model": "shared_keys"},
         {"model": "streams"},
         {"model": "wide", "engine": {"quantization": "int8"}},
@@ -61,8 +62,8 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     ids=str,
 )
 def test_no_bit_depends_on_it_in_other_engines(job: dict[str, Any]) -> None:
-    """The engines have whole tasks of features, biases, two sizes of heads and layers without keys, several streams,
-    eight bits, blocks, a start-up check with an adapter, or XLA's products."""
+    """The engines have whole tasks of features, biases, experts, two sizes of heads and layers without keys,
+    several streams, eight bits, blocks, a start-up check with an adapter, or XLA's products."""
     (results,) = run(job)
     assert (results[1]["products"] == "native") is (job.get("dtype") is None)
     check(results)

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.lora.form import target_of
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.model_loader.families.dense import LLAMA
 from xla_engine.model_loader.families.family import Family, tensor_sources
@@ -29,12 +30,12 @@ def llama_checkpoint(
 
 
 def modules_of(checkpoint: Checkpoint, modules: Sequence[str] = MODULES) -> dict[str, tuple[int, ...]]:
-    """Linear modules of the layers and the shapes of their weights."""
+    """Linear modules of the layers that adapters can change, and the shapes of their weights."""
     return {
         source.name.removesuffix(".weight"): source.shape
         for leaf, parts in checkpoint.sources.items()
         for source in parts
-        if leaf.startswith("layers.") and len(source.shape) == 2 and source.name.split(".")[-2] in modules
+        if target_of(leaf) is not None and source.name.split(".")[-2] in modules
     }
 
 

@@ -16,14 +16,18 @@ from typing import Any
 from tests.support import tensor_parallel
 from tests.support.models import TINY
 from tests.support.tensor_parallel import OPTIONS, WIDE
+from xla_engine.graphs.forms import RoutedExperts
+from xla_engine.model_loader.families import FAMILIES
 from xla_engine.model_loader.families.dense import LLAMA
 from xla_engine.model_loader.families.gemma3n import GEMMA3N
 from xla_engine.model_loader.families.gemma4 import GEMMA4
 
+_EXPERTS = RoutedExperts(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96)
 MODELS = {
     "tiny": (TINY, LLAMA),
     "wide": (WIDE, LLAMA),
     "biased": (replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True), LLAMA),
+    "routed": (replace(tensor_parallel.MODELS["routed"], experts=_EXPERTS), FAMILIES["Qwen3MoeForCausalLM"]),
     "shared_keys": (tensor_parallel.MODELS["shared_keys"], GEMMA4),
     "streams": (tensor_parallel.MODELS["streams"], GEMMA3N),
 }

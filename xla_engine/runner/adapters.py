@@ -30,10 +30,10 @@ def lora_form(
             "enable_lora is for models whose MLP has a gate. Merge the adapter into the checkpoint with PEFT's "
             "merge_and_unload()"
         )
-    if model.experts is not None or model.latent is not None:
+    if model.latent is not None:
         raise ConfigError(
-            "enable_lora is for dense models; this one has routed experts or latent attention. Merge the adapter into "
-            "the checkpoint with PEFT's merge_and_unload()"
+            "enable_lora is for models without latent attention. Merge the adapter into the checkpoint with PEFT's "
+            "merge_and_unload()"
         )
     if model.recurrent is not None and config.tensor_parallel_size > 1:
         raise ConfigError(

@@ -89,8 +89,8 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
     if pairs:
         raise CheckpointError(
             f"{files.names}: the adapter changes {min(pairs)}, and here it can only change {_MODULES} this model's "
-            f"{config.num_hidden_layers} layers. Use an adapter that was trained for this model, or merge it into "
-            f"the checkpoint "
+            f"{config.num_hidden_layers} layers{'' if config.experts is None else ', without experts'}. Use an "
+            f"adapter that was trained for this model, or merge it into the checkpoint "
             "with PEFT's merge_and_unload()"
         )
     digest = hashlib.sha256(repr((scale, files.fingerprint())).encode())
