@@ -1,7 +1,7 @@
 """Products by the vector or tile instructions of a CPU, in bf16 or int8: one C++ call each, with norm and residual.
 
 Weights are packed when they are loaded (`pack`), in the order in which the kernels take them; where the head's are the
-embedding too, its rows are gathered out of that order. On tiles the head's stay rows.
+embedding too, its rows are gathered out of that order.
 
 The library (`native/linear.h`) is built and registered outside (`xla_engine.runner.native_library.build`), once for
 each instruction set; a graph only names its targets.
@@ -37,7 +37,6 @@ from xla_engine.graphs.linear.products import (
     finished,
     kept_dtype,
     look_up,
-    looked_up,
 )
 from xla_engine.graphs.lora.form import Matrices
 from xla_engine.graphs.ops.coded import Coded
@@ -123,33 +122,24 @@ class NativeProducts:
         return shared_native_experts(experts, x, routed, residual, gather, isa=self.isa)
 
     def pack(self, values: np.ndarray, role: Role = "linear") -> np.ndarray:
-        """In the order that `product.h` describes, as far as there are whole tasks; bf16 on tiles, all or nothing."""
+        """In the order that `product.h` describes, as far as there are whole tasks."""
         if role == "scale":
             return _packed(values, np.dtype(np.uint16))
-        if role == "plain" or not self._tasks(values, role):
+        if role == "plain":
             return values
         return _packed(values, np.dtype(np.uint32))  # two or four neighbours of a row together
 
     def pack_traced(self, weight: jax.Array, role: Role) -> jax.Array:
         """As `pack`, of a weight in bfloat16 inside a graph."""
-        whole = self._tasks(weight, role)
+        whole = _packed_rows(weight)
         pairs = weight[:whole].reshape(whole // 16, 16, weight.shape[1] // 2, 2).swapaxes(1, 2)
         return jnp.concatenate([pairs.reshape(whole, weight.shape[1]), weight[whole:]])
 
     def unpack(self, weight: np.ndarray, role: Role) -> np.ndarray:
         """The inverse of `pack`, of a weight in bfloat16."""
-        whole = self._tasks(weight, role)
+        whole = _packed_rows(weight)
         pairs = weight[:whole].reshape(whole // 16, weight.shape[1] // 2, 16, 2).swapaxes(1, 2)
         return np.concatenate([pairs.reshape(whole, weight.shape[1]), weight[whole:]])
-
-    def _tasks(self, weight: np.ndarray | jax.Array, role: Role) -> int:
-        """How many rows of a weight are packed."""
-        stays = self._keeps_rows(weight) and (role == "head" or len(weight) % _WHOLE > 0)
-        return 0 if stays else _packed_rows(weight)
-
-    def _keeps_rows(self, weight: np.ndarray | jax.Array) -> bool:
-        """Whether the kernels take what fills no tasks, and heads, as in a checkpoint."""
-        return self.isa == "amx" and weight.dtype != np.int8
 
     def head(
         self, weight: Weight, norm: Norm | None, x: jax.Array, sharding: Sharding | None = None
@@ -170,8 +160,6 @@ class NativeProducts:
                     values, tokens
                 ),
             )
-        if self._keeps_rows(parts_of(weight)[0]):
-            return looked_up(weight, tokens, sharding)
         return look_up(weight, tokens, sharding, _unpacked)
 
     def _live(self) -> jax.Array:

@@ -43,7 +43,7 @@ inline uint32_t* Aligned(std::vector<uint32_t>& buffer, int64_t words) {
 // and transposed, because weights are the left operand here.
 inline Rows RowsOf(const Matrices<BFloat16>& weights, int64_t one, int64_t other, int64_t step) {
   const int64_t width = weights.width;
-  if (!weights.coded) return {weights.values + one * width, weights.values + other * width, kFeatures, step};
+  if (!weights.coded) return {weights.values + one * width, weights.values + other * width, step};
   thread_local Lines kept;
   char* unpacked = kept.Bytes(width * 96);
   auto* rows = reinterpret_cast<Word*>(unpacked + width * 32);  // [32, K / 2]
@@ -55,7 +55,7 @@ inline Rows RowsOf(const Matrices<BFloat16>& weights, int64_t one, int64_t other
   }
   Written();
   const auto* upper = reinterpret_cast<const BFloat16*>(rows);
-  return {upper, upper + 16 * width, kFeatures, 0};
+  return {upper, upper + 16 * width, 0};
 }
 
 inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<BFloat16>& layer) {
@@ -93,7 +93,7 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
       const int64_t e = groups[at].expert, feature = per_task * task, first = e * layer.Rows() + feature;
       if (e != held || !layer.gate_up.coded) weights = RowsOf(layer.gate_up, first, first + apart, next * layer.Rows() * width);
       held = e;
-      Configure(kFeatures, columns);
+      Configure(columns);
       Multiply(weights, tiles + at * kRows * words, width, columns.second > 0, next > 0 && !layer.gate_up.coded);
       for (int half = 0; half < (columns.second ? 2 : 1); ++half) {
         alignas(64) float sums[2][256];  // [block of features][16 features][16 rows]
@@ -133,7 +133,7 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
       const int64_t e = groups[at].expert, first = e * width + feature;
       if (e != held || !layer.down.coded) weights = RowsOf(layer.down, first, first + 16, next * width * inner);
       held = e;
-      Configure(kFeatures, columns);
+      Configure(columns);
       Multiply(weights, hidden + at * kRows * inner_words, inner, columns.second > 0, next > 0 && !layer.down.coded);
       for (int tile = 0; tile < (columns.second ? 4 : 2); ++tile) {
         Turned turned;

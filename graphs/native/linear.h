@@ -1,8 +1,7 @@
 // Linear layers of a decoder, for XLA:CPU. Each call is one product together with the operations before it (a norm) and after it (a gate,
 // or the addition of the residual). It computes the live rows; the other rows of the result are zeros, or the residual.
 //
-// Weights are packed (product.h), with two exceptions that stay rows as in the checkpoint: the last features, if they are fewer than the
-// 32 of a task, and the weights of the head on matrix tiles.
+// Weights are packed (product.h), but the last features, if they are fewer than the 32 of a task, stay rows as in the checkpoint.
 //
 // Each kind of weights (bf16, int8, quantised blocks) is a library of its own, `linear_*.cc`, and with adapters another, `lora_*.cc`: a
 // model compiles only what it needs. A kind is a struct with the weights, the number of features and the kernel; its `Complaint` says what
@@ -13,7 +12,6 @@
 #include "buffers.h"
 #include "gates.h"
 #include "products.h"
-#include "tiles.h"
 
 namespace xla_engine {
 
@@ -44,57 +42,6 @@ struct PackedKind {
     return "";
   }
 };
-
-#ifdef XLA_ENGINE_AMX
-
-// As in products.h, on matrix tiles whose left operand is the weights.
-template <typename Clear>
-void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedKind<BFloat16, TileKernel>& kind,
-                 const Phase<Clear>& clear, float* out) {
-  const PackedWeights<BFloat16>& weights = kind.weights;
-  const int64_t features = kind.features;
-  const int64_t width = source.width, stride = (source.count + 15) / 16 * 16;
-  const auto sums = [&] {  // of a task, [features][live rows]
-    thread_local Lines kept;
-    return reinterpret_cast<float*>(kept.Bytes((kFeatures * stride + 16) * sizeof(float)));
-  };
-  InPhases(pool, clear);
-  Product(
-      pool, source.count, width, (features + kFeatures - 1) / kFeatures,
-      [&](int64_t n, int64_t rows, uint32_t* tiles) {
-        thread_local std::vector<BFloat16> rounded;
-        rounded.resize(16 * width);
-        for (int64_t r = 0; r < rows; ++r) source.Write(n + r, [&](int64_t k) { return rounded.data() + r * width + k; });
-        Interleave(rounded.data(), rows, width / 2, tiles);
-      },
-      [&](int64_t task) {
-        const BFloat16* upper = weights.values + task * kFeatures * width;
-        const int64_t left = std::min(kFeatures, features - task * kFeatures);
-        return Rows{upper, left > 16 ? upper + 16 * width : nullptr, left, kFeatures * width};
-      },
-      [&](int64_t task, int64_t n, Columns columns) {
-        const auto put = [&](int tile, int64_t half, int64_t first, int64_t rows) {
-          const int64_t feature = task * kFeatures + half, left = std::min<int64_t>(16, features - feature);
-          if (left > 0 && rows > 0) Take(tile, sums() + half * stride + first, stride * sizeof(float));
-        };
-        put(0, 0, n, columns.first);
-        put(1, 16, n, columns.first);
-        put(2, 0, n + 16, columns.second);
-        put(3, 16, n + 16, columns.second);
-      },
-      [&](int64_t task) {
-        Written();
-        alignas(64) float turned[4 * kFeatures];
-        const int64_t first = task * kFeatures, left = std::min(kFeatures, features - first);
-        for (int64_t n = 0; n < source.count; n += 4) {
-          ReadColumns(sums(), left, stride, n, 4, turned, kFeatures);
-          for (int64_t r = 0; r < std::min<int64_t>(4, source.count - n); ++r)
-            std::copy_n(turned + r * kFeatures, left, out + source.places[n + r] * features + first);
-        }
-      });
-}
-
-#endif
 
 // weight [F, K] with scales [F, K / 64] or [0, 0], times norm(x), [N, F].
 template <typename Kind>
