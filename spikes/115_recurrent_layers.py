@@ -9,14 +9,12 @@ of the rounds.
 """
 
 import argparse
-import os
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parents[1]
+from spikes.support.two_trees import begin, compare
+
 SLOTS, DECODED = 8, 64
 SHAPES = ("Qwen3.5-0.8B", "Mamba-2")
 
@@ -96,37 +94,12 @@ def main():
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        os.sched_setaffinity(0, {options.core})
-        sys.path.insert(0, str(options.before))
+        begin(options.before, options.core)
         work(options)
         return
-    workers = {}
-    for name, tree in (("before", options.before.resolve()), ("after", HERE)):
-        command = [sys.executable, __file__, str(tree), *sys.argv[2:], "--work"]
-        workers[name] = subprocess.Popen(command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert workers[name].stdout.readline() == "ready\n"
-
-    def measured(name, part):
-        print(part, file=workers[name].stdin, flush=True)
-        return float(workers[name].stdout.readline())
-
-    for shape in SHAPES:
-        for what in ("prefill", "decode", "decode1"):
-            part, found = f"{shape} {what}", {name: [] for name in workers}
-            for turn in range(options.rounds + 1):
-                for name in sorted(workers, reverse=turn % 2 == 0):
-                    found[name].append(measured(name, part))
-            found = {name: values[1:] for name, values in found.items()}
-            ratios = [a / b for a, b in zip(found["before"], found["after"], strict=True)]
-            before, after = (statistics.median(values) for values in (found["before"], found["after"]))
-            print(
-                f"{part:22} before {before:7.3f} s  after {after:7.3f} s  "
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times as fast",
-                flush=True,
-            )
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
+    parts = [f"{shape} {what}" for shape in SHAPES for what in ("prefill", "decode", "decode1")]
+    command = ["spikes.115_recurrent_layers", *sys.argv[2:], "--work"]
+    compare(options.before, command, parts, options.rounds, "{:7.3f} s".format)
 
 
 if __name__ == "__main__":

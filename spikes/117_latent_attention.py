@@ -11,16 +11,15 @@ step (the median of a run), and the median of the ratios of the rounds.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parents[1]
+from spikes.support.two_trees import begin, compare
+
 SLOTS, DECODED, LAYERS = 8, 32, 4
 CONFIG = {  # of deepseek-ai/DeepSeek-V2-Lite, but for vocabulary, layers and experts
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -144,46 +143,16 @@ def main():
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model:
-        os.sched_setaffinity(0, {options.core})
-        sys.path.insert(0, str(options.before))
+        begin(options.before, options.core)
         work(options)
         return
+    parts = [f"{what} {keys}" for keys in options.keys for what in ("prefill", "decode1", f"decode{SLOTS}")]
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
-        compare(options, directory)
-
-
-def compare(options, directory):
-    """Run the two trees in turns, and print what each part takes."""
-    workers = {}
-    for name, tree in (("before", options.before.resolve()), ("after", HERE)):
-        command = [sys.executable, __file__, str(tree), "--core", str(options.core), "--model", directory]
-        workers[name] = subprocess.Popen(
-            command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command = ["spikes.117_latent_attention", "--core", str(options.core), "--model", directory]
+        compare(
+            options.before, command, parts, options.rounds, lambda seconds: f"{1000 * seconds:7.1f} ms"
         )
-        assert workers[name].stdout.readline() == "ready\n"
-
-    def measured(name, part):
-        print(part, file=workers[name].stdin, flush=True)
-        return float(workers[name].stdout.readline())
-
-    for keys in options.keys:
-        for what in ("prefill", "decode1", f"decode{SLOTS}"):
-            part, found = f"{what} {keys}", {name: [] for name in workers}
-            for turn in range(options.rounds + 1):
-                for name in sorted(workers, reverse=turn % 2 == 0):
-                    found[name].append(measured(name, part))
-            found = {name: values[1:] for name, values in found.items()}
-            ratios = [a / b for a, b in zip(found["before"], found["after"], strict=True)]
-            before, after = (statistics.median(values) for values in (found["before"], found["after"]))
-            print(
-                f"{part:14} before {1000 * before:7.1f} ms  after {1000 * after:7.1f} ms  "
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times as fast",
-                flush=True,
-            )
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
 
 
 if __name__ == "__main__":
