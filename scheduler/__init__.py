@@ -18,16 +18,15 @@ from xla_engine.scheduler.moves import Slot as Slot
 from xla_engine.scheduler.moves import StoredBlock as StoredBlock
 from xla_engine.scheduler.moves import Swap as Swap
 from xla_engine.scheduler.peek import Peek as Peek
+from xla_engine.scheduler.pictures import Encode as Encode
+from xla_engine.scheduler.pictures import FeatureSpan as FeatureSpan
 from xla_engine.scheduler.plan import Chunk as Chunk
 from xla_engine.scheduler.plan import Decision as Decision
-from xla_engine.scheduler.plan import Encode as Encode
-from xla_engine.scheduler.plan import FeatureSpan as FeatureSpan
 from xla_engine.scheduler.plan import Plan as Plan
 from xla_engine.scheduler.plan import ResultMismatchError as ResultMismatchError
 from xla_engine.scheduler.plan import Row as Row
 from xla_engine.scheduler.plan import Speculation as Speculation
 from xla_engine.scheduler.plan import StepResult as StepResult
-from xla_engine.scheduler.plan import TokenEvent as TokenEvent
 from xla_engine.scheduler.plan import VerifyRow as VerifyRow
 from xla_engine.scheduler.queue import QueueFullError as QueueFullError
 from xla_engine.scheduler.queue import WaitingQueue as WaitingQueue
@@ -47,3 +46,4 @@ from xla_engine.scheduler.snapshot import SlotView as SlotView
 from xla_engine.scheduler.snapshot import Snapshot as Snapshot
 from xla_engine.scheduler.snapshot import Times as Times
 from xla_engine.scheduler.steps.commit import Events as Events
+from xla_engine.scheduler.steps.commit import TokenEvent as TokenEvent

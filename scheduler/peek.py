@@ -5,8 +5,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from html import escape
 
+from xla_engine.scheduler.kv.readiness import MASK
 from xla_engine.scheduler.moves import Swap
-from xla_engine.scheduler.plan import MASK, Chunk, Plan, Row, Speculation, VerifyRow
+from xla_engine.scheduler.plan import Chunk, Plan, Row, Speculation, VerifyRow
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.scheduler import Scheduler

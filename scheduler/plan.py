@@ -4,44 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from xla_engine.scheduler.moves import NO_MOVES, Continuation, Moves, Slot, Swap
-from xla_engine.scheduler.request import FinishReason, Immutable
+from xla_engine.scheduler.moves import NO_MOVES, Moves, Slot
+from xla_engine.scheduler.pictures import Encode, FeatureSpan
+from xla_engine.scheduler.request import Immutable
 from xla_engine.scheduler.samples import NONE_DECODED, Decoded, Sample
 
 
 class ResultMismatchError(ValueError):
     """A step's result does not match its plan. The runner is at fault, and the step's tokens cannot be trusted."""
-
-
-class FeatureSpan(NamedTuple):
-    """Positions of a chunk that read features of a picture instead of the embeddings of their tokens.
-
-    at, end: the first of these positions, and one past the last of their tile, counted from the start of the chunk.
-    place, row: where the first of their features is in the feature buffer. length: how many there are.
-    """
-
-    at: int
-    place: int
-    row: int
-    length: int
-    end: int
-
-
-class Encode(NamedTuple):
-    """Runs stages `begin` to `end` of the vision tower for one tile.
-
-    Only one tile is encoded at a time: an Encode of another tile begins at stage 0, after the last stage of this one.
-
-    tile: uint8 `[height, width, 3]`. places: where the last stage writes the features in the feature buffer, in order.
-    """
-
-    request_id: str
-    tile: Any
-    begin: int
-    end: int
-    places: tuple[int, ...]
 
 
 class Chunk(NamedTuple):
@@ -109,14 +81,6 @@ class Decision:
     request_id: str
     action: str
     reason: str
-
-
-class Admitted(NamedTuple):
-    """The ids of requests that got a slot; the states to move back from the host; the requests that continue."""
-
-    names: tuple[str, ...]
-    resumes: tuple[Swap, ...]
-    continues: tuple[Continuation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +154,6 @@ class Plan:
         return tuple([chunk for chunk in self.chunks if chunk.is_last])
 
 
-ENCODING = "its pictures are being encoded"  # why a request waits
-MASK = "its mask is being computed"  # why a request is blocked
-LOADING = "its cached prefix is being loaded"  # why a request waits
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The samples of a step.
@@ -208,11 +167,3 @@ class StepResult:
     decode: Decoded = NONE_DECODED
     verify: Sequence[Sequence[Sample]] = ()
     drafted: Sequence[int] = ()
-
-
-class TokenEvent(NamedTuple):
-    """One token credited to a request; `finish_reason` is set on its last one. If it is ERROR, there is no token."""
-
-    request_id: str
-    sample: Sample
-    finish_reason: FinishReason | None

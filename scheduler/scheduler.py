@@ -7,13 +7,8 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
 from xla_engine.scheduler.moves import Moves
-from xla_engine.scheduler.plan import (
-    Decision,
-    Encode,
-    Plan,
-    Speculation,
-    StepResult,
-)
+from xla_engine.scheduler.pictures import Encode
+from xla_engine.scheduler.plan import Decision, Plan, Speculation, StepResult
 from xla_engine.scheduler.queue import Deadlines, WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState

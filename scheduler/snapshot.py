@@ -6,9 +6,9 @@ from html import escape
 from itertools import takewhile
 
 from xla_engine.scheduler.kv.allocator import KVAllocator
-from xla_engine.scheduler.kv.readiness import unready
+from xla_engine.scheduler.kv.readiness import MASK, unready
 from xla_engine.scheduler.moves import Slot
-from xla_engine.scheduler.plan import MASK, Decision
+from xla_engine.scheduler.plan import Decision
 from xla_engine.scheduler.queue import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState

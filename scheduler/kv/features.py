@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from xla_engine.scheduler.config import SchedulerConfig
-from xla_engine.scheduler.plan import Encode, FeatureSpan
+from xla_engine.scheduler.pictures import Encode, FeatureSpan
 from xla_engine.scheduler.request import Request
 
 Key = tuple[str, str, int]  # cache salt, digest, tile

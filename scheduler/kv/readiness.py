@@ -3,11 +3,14 @@
 from collections.abc import Collection
 
 from xla_engine.scheduler.kv.allocator import KVAllocator
-from xla_engine.scheduler.plan import ENCODING, LOADING, MASK
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 
+# Why a request waits, or is blocked.
 IN_FLIGHT = "tokens of it are in flight"
+ENCODING = "its pictures are being encoded"
+MASK = "its mask is being computed"
+LOADING = "its cached prefix is being loaded"
 
 
 def unready(

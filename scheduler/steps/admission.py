@@ -1,15 +1,27 @@
 """Which waiting requests get a slot in a plan."""
 
+from typing import NamedTuple
+
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
-from xla_engine.scheduler.kv.readiness import unready
-from xla_engine.scheduler.plan import ENCODING, LOADING, Admitted, Decision, Encode
+from xla_engine.scheduler.kv.readiness import ENCODING, LOADING, unready
+from xla_engine.scheduler.moves import Continuation, Swap
+from xla_engine.scheduler.pictures import Encode
+from xla_engine.scheduler.plan import Decision
 from xla_engine.scheduler.queue import WaitingQueue
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps.commit import Committer
 from xla_engine.scheduler.steps.running import Running
+
+
+class Admitted(NamedTuple):
+    """The ids of requests that got a slot; the states to move back from the host; the requests that continue."""
+
+    names: tuple[str, ...]
+    resumes: tuple[Swap, ...]
+    continues: tuple[Continuation, ...]
 
 
 class Admission:

@@ -3,12 +3,21 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
-from xla_engine.scheduler.plan import Chunk, Plan, ResultMismatchError, Row, StepResult, TokenEvent, VerifyRow
+from xla_engine.scheduler.plan import Chunk, Plan, ResultMismatchError, Row, StepResult, VerifyRow
 from xla_engine.scheduler.request import FinishReason
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.samples import NO_CHOICE, NO_TOKEN, Decoded, Sample
 from xla_engine.scheduler.steps.decode import Batch, Decoding
+
+
+class TokenEvent(NamedTuple):
+    """One token credited to a request; `finish_reason` is set on its last one. If it is ERROR, there is no token."""
+
+    request_id: str
+    sample: Sample
+    finish_reason: FinishReason | None
 
 
 class Events:

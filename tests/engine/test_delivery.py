@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.sequences import live_sequence
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.delivery import DecodedRows
+from xla_engine.engine.decoded_rows import DecodedRows
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Seen
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.graphs.sampling.logprobs import TopLogprobs

@@ -12,8 +12,8 @@ from tests.support.adversary import adversary, assert_caught, assert_caught_in_p
 from tests.support.fake_loop import Loop
 from xla_engine.scheduler import Plan, Request, Scheduler, SchedulerConfig, stored_blocks
 from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.readiness import LOADING
 from xla_engine.scheduler.moves import StoredBlock
-from xla_engine.scheduler.plan import LOADING
 from xla_engine.scheduler.request_state import RequestState
 
 CONFIG = SchedulerConfig(

@@ -18,6 +18,7 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.intake import Intake
 from xla_engine.engine.locked import locked
 from xla_engine.engine.loop import Loop
+from xla_engine.engine.preempter import Preempter
 from xla_engine.engine.protocol import RequestOptions, SubmitOptions
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.reports import Reports
@@ -215,7 +216,8 @@ class XlaBatchEngine:
         self._intake = Intake(
             state, delivery, self._recovery, self.validator, self.adapters.of, seed=config.seed
         )
-        self._loop = Loop(state, delivery, self._recovery, self._intake, parks=config.parks)
+        self._loop = Loop(state, delivery, self._recovery, self._intake)
+        self._preempter = Preempter(state, self._recovery, parks=config.parks)
         self._driver = Driver(state, self._loop)
         self._continuations = Continuations(state, self._intake, self.validator, self.adapters)
         self._weights = WeightUpdates(state, config, checkpoint)
@@ -468,12 +470,12 @@ class XlaBatchEngine:
 
         Raises InvalidRequestError if this engine does not offer `how`.
         """
-        return self._loop.preempt(request_id, how=how, to_back=to_back)
+        return self._preempter.preempt(request_id, how=how, to_back=to_back)
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
         """The values of `how` that `preempt` accepts on this engine."""
-        return self._loop.ways_to_preempt
+        return self._preempter.ways
 
     def turn(self) -> Turn:
         """One turn, for callers that wait for the device in their own way; see `xla_engine.engine.turn`.

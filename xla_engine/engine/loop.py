@@ -17,7 +17,7 @@ from xla_engine.engine.intake import Intake
 from xla_engine.engine.recovery import Canary, Recovery
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.turn import Turn, Wait
-from xla_engine.errors import DeviceLostError, EngineClosedError, InvalidRequestError
+from xla_engine.errors import DeviceLostError, EngineClosedError
 from xla_engine.observability.log import LOG_STEPS, engine_log
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.inputs import Draft
@@ -38,16 +38,12 @@ class Loop:
         delivery: Delivery,
         recovery: Recovery,
         intake: Intake,
-        *,
-        parks: bool = False,
     ) -> None:
-        """parks: preempted requests can be parked in host memory."""
         self.log_progress: Callable[[], None] = lambda: None
         self._state = state
         self._delivery = delivery
         self._recovery = recovery
         self._intake = intake
-        self._parks = parks
 
     def turn(self) -> Turn:
         """One turn. Raises EngineClosedError, and RuntimeError while another turn runs.
@@ -211,22 +207,15 @@ class Loop:
         if timer is not None:
             timer.dispatches()
         try:
-            step = start() if state.step_timeout_s is None else self._in_time(start)
+            if state.step_timeout_s is None:
+                step = start()
+            else:  # the start itself may hang
+                step = state.waiter.run(start, partial(self._time_left, state.clock()))
         finally:
             if timer is not None:
                 timer.dispatched(plan.step)
         state.pipeline.in_flight.append(step)
         self._recovery.faults.plan = None
-
-    def _in_time(self, start: Callable[[], InFlight]) -> InFlight:
-        """Start a step in the waiter's thread, because the start itself may hang."""
-        waiter, began = self._state.waiter, self._state.clock()
-        pending = waiter.ask_and_wake(start)
-        answer = waiter.watch(pending, partial(self._time_left, began), lambda: False)
-        if isinstance(answer, BaseException):
-            raise answer
-        assert answer is not None, "only `expire` makes it return early"
-        return answer
 
     def _time_left(self, began: float) -> float:
         with self._state.lock:
@@ -236,29 +225,3 @@ class Loop:
         """End the requests whose deadline has passed, even while a turn waits."""
         with self._state.lock:
             self._delivery.expire()
-
-    @property
-    def ways_to_preempt(self) -> tuple[str, ...]:
-        """The values of `how` that `preempt` accepts on this engine."""
-        recomputes = self._state.scheduler.config.keeps_tokens
-        return (*(("park",) if self._parks else ()), *(("recompute",) if recomputes else ()), "replay")
-
-    def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
-        """As `XlaBatchEngine.preempt`."""
-        self._recovery.restart_if_incomplete()
-        if how not in (None, *self.ways_to_preempt):
-            raise InvalidRequestError(
-                f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"
-            )
-        names = self._state.table.sequences(request_id)
-        return any([self._preempt(name, how=how, to_back=to_back) for name in names])
-
-    def _preempt(self, name: str, *, how: str | None, to_back: bool) -> bool:
-        scheduler = self._state.scheduler
-        if (action := scheduler.preempt(name, how=how, to_back=to_back)) is None:
-            return False
-        self._state.table[name].preemptions += 1
-        # The step being read may hold a later token of the sequence, whose first token will be dropped.
-        if action == "replay":
-            self._state.table[name].rewind()
-        return True

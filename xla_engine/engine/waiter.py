@@ -43,6 +43,14 @@ class Waiter:
                 "process, or start it with the method spawn"
             )
 
+    def run(self, call: Callable[[], T], time_left: Callable[[], float]) -> T:
+        """Make a call in the thread and return its result. Raises its error, or DeviceLostError when time is up."""
+        answer = self.watch(self.ask_and_wake(call), time_left, lambda: False)
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer is not None, "only `expire` makes it return early"
+        return answer
+
     def ask_and_wake(self, call: Callable[[], T]) -> Pending[T]:
         """Queue a call for the thread; wait for it with `watch`."""
         return self._thread.ask(call, self.wake.set)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,40 +15,16 @@ from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.after_prefill import AfterPrefill, scored_targets
 from xla_engine.runner.call_sizes import Sizes, decode_work, prefill_calls, smallest
+from xla_engine.runner.decode_inputs import DecodeInputs, decode_inputs
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
-from xla_engine.runner.inputs import (
-    NO_DRAFT,
-    Draft,
-    idle_lanes,
-    make_drafts,
-    make_lanes,
-    no_drafts,
-)
+from xla_engine.runner.inputs import NO_DRAFT, Draft, idle_lanes, make_drafts, make_lanes, no_drafts
 from xla_engine.runner.kv_moves import StateMoves
 from xla_engine.runner.programs import PREFILL, VERIFY, decode_name
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Cached inputs for as long as the same rows decode.
-
-    rows: those of the plan. index: their slots, i64 `[rows]`.
-    few: rows of the program; None: all. work: its input, see `decode_work`.
-    wanted: how many top log-probabilities each row needs.
-    constrained: slot and settings of rows whose mask changes in every step.
-    """
-
-    rows: tuple[Row | VerifyRow, ...]
-    index: np.ndarray
-    few: int | None
-    work: np.ndarray | jax.Array
-    wanted: tuple[int, ...]
-    constrained: tuple[tuple[int, RowSettings], ...]
 
 
 class Dispatch:
@@ -104,7 +80,7 @@ class Dispatch:
         self._context_length = context_length
         self._state_moves = state_moves
         self._device_proposer = device_proposer
-        self._rows: _Rows | None = None
+        self._rows: DecodeInputs | None = None
 
     def reset(self) -> None:
         """Forget all lengths and rows."""
@@ -233,7 +209,7 @@ class Dispatch:
     ) -> DecodeSamples:
         """Start one decode step of a plan's rows. If `rows` is the same tuple object as before, inputs are reused."""
         if self._rows is None or self._rows.rows is not rows:
-            self._rows = self._joined(rows, settings, sizes.few)
+            self._rows = decode_inputs(rows, settings, len(self.lengths), sizes.few, self._given)
         elif isinstance(self._rows.work, np.ndarray):  # the rows stay: nothing goes up any more
             self._rows = replace(self._rows, work=self.put(self._rows.work))
         joined = self._rows
@@ -272,25 +248,3 @@ class Dispatch:
         samples, top = self.run_verify(program_name(VERIFY, lanes=lanes, width=wide, keys=keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
         return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None, width=wide)
-
-    def _joined(
-        self,
-        rows: tuple[Row | VerifyRow, ...],
-        settings: Mapping[str, RowSettings],
-        few_sizes: Sequence[int],
-    ) -> _Rows:
-        index = np.array([row.slot.index for row in rows], np.int64)
-        few = next((count for count in few_sizes if count >= len(rows)), None)
-        theirs = [settings[row.request_id] for row in rows]
-        return _Rows(
-            rows=rows,
-            index=index,
-            few=few,
-            work=self._given(decode_work(index, len(self.lengths), few)),
-            wanted=tuple(row.top_logprobs for row in theirs),
-            constrained=tuple(
-                (int(at), row)
-                for at, row in zip(index, theirs, strict=True)
-                if row.mask is not None and row.mask.constrained
-            ),
-        )
