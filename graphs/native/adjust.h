@@ -19,13 +19,16 @@ struct SlotTables {
   int64_t mask_words, drafts;
 };
 
+// Token ids of a row, padded with -1.
+struct Ids {
+  const int32_t* ids;
+  int64_t count;
+};
+
 class Adjustment {
  public:
-  Adjustment(const RowFields& row, const uint32_t* behind, int64_t stops, int64_t breakers, const SlotTables& tables)
-      : row_(row),
-        stops_(reinterpret_cast<const int32_t*>(behind), stops),
-        breakers_(reinterpret_cast<const int32_t*>(behind) + stops, breakers),
-        tables_(tables) {}
+  Adjustment(const RowFields& row, Ids stops, Ids breakers, const SlotTables& tables)
+      : row_(row), stops_(stops), breakers_(breakers), tables_(tables) {}
 
   bool Wanted() const { return row_.has_bias || row_.has_mask || IsPenalised() || IsDry() || row_.min_remaining > 0; }
 
@@ -47,12 +50,6 @@ class Adjustment {
  private:
   static constexpr float kForbidden = -std::numeric_limits<float>::infinity();
   static constexpr int64_t kLongest = 64;  // `LONGEST` of graphs.sampling.logits_processors
-
-  struct Ids {
-    const int32_t* ids;
-    int64_t count;
-    Ids(const int32_t* first, int64_t number) : ids(first), count(number) {}
-  };
 
   // A number for each token, zero but for those of one row at a time.
   class Numbers {

@@ -6,30 +6,30 @@
 
 namespace xla_engine {
 
-// One row as graphs/sampling/native.py packs it; behind it are its stop ids and its sequence breakers, padded with -1.
+// One row: its place, and its sampling parameters in the order of the table.
 struct RowFields {
-  int32_t position;
-  uint32_t live;
-  int32_t slot;
-  int32_t length;
-  int32_t prompt_length;
-  int32_t min_remaining;
-  int32_t draft;
-  float temperature;
-  int32_t top_k;
-  float top_p;
-  float min_p;
-  float repetition_penalty;
-  float frequency_penalty;
-  float presence_penalty;
-  uint32_t has_bias;
-  uint32_t has_mask;
-  uint32_t seed[2];
-  int32_t num_logprobs;
-  float dry_multiplier;
-  float dry_base;
-  int32_t dry_allowed_length;
-  int32_t penalty_last_n;
+  int32_t position{0};
+  int32_t live{0};
+  int32_t slot{0};
+  int32_t length{0};
+  int32_t prompt_length{0};
+  int32_t min_remaining{0};
+  int32_t draft{0};
+  float temperature{0};
+  int32_t top_k{0};
+  float top_p{1};
+  float min_p{0};
+  float repetition_penalty{1};
+  float frequency_penalty{0};
+  float presence_penalty{0};
+  uint32_t has_bias{0};
+  uint32_t has_mask{0};
+  uint32_t seed[2]{0};
+  int32_t num_logprobs{-1};
+  float dry_multiplier{0};
+  float dry_base{1};
+  int32_t dry_allowed_length{0};
+  int32_t penalty_last_n{-1};
 };
 
 }  // namespace xla_engine

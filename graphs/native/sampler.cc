@@ -130,22 +130,28 @@ void Restrict(const float* logits, int64_t count, float peak, float least, const
   });
 }
 
-// The rows of a call: words [N, W] (`RowFields`), of which `stops` are stop ids, and the tables of all slots.
+// The rows of a call, and the tables of all slots. Words of a row [N, W] are its sampling parameters as in `RowFields`; in an engine
+// with DRY those of repetition, too, and sequence breakers, padded with -1.
 class GivenRows {
  public:
   std::vector<RowFields> fields;
 
-  // adjusts: whether the tables are read; otherwise they may be empty.
-  GivenRows(const Unsigned& words, const Integers& history, const Integers& blocks, const Integers& bias_ids, const Floats& bias,
-            const Unsigned& mask, const Unsigned& draft_masks, bool adjusts, int64_t stops)
+  // places [7, N]: the fields before the sampling parameters. stops [N, E]. adjusts: whether the tables are read; otherwise they may
+  // be empty.
+  GivenRows(const Integers& places, const Unsigned& words, const Integers& stops, const Integers& history, const Integers& blocks,
+            const Integers& bias_ids, const Floats& bias, const Unsigned& mask, const Unsigned& draft_masks, bool adjusts)
       : fields(words.dimensions()[0]),
         words_(words.typed_data()),
+        stops_(stops.typed_data()),
         width_(words.dimensions()[1]),
-        stops_(stops),
-        breakers_(width_ - kFixed - stops),
+        stop_count_(stops.dimensions()[1]),
         adjusts_(adjusts) {
-    if (breakers_ < 0) return;
-    for (size_t row = 0; row < fields.size(); ++row) std::memcpy(&fields[row], words_ + row * width_, sizeof(RowFields));
+    const size_t rows = fields.size();
+    for (size_t row = 0; row < rows; ++row) {
+      uint32_t* own = reinterpret_cast<uint32_t*>(&fields[row]);
+      for (int64_t place = 0; place < kPlaces; ++place) own[place] = places.typed_data()[place * rows + row];
+      std::memcpy(own + kPlaces, words_ + row * width_, std::min(width_, kParameters) * sizeof(uint32_t));
+    }
     if (!adjusts) return;
     const bool has_blocks = blocks.element_count(), has_drafts = draft_masks.element_count();
     tables_ = {history.typed_data(),
@@ -162,8 +168,6 @@ class GivenRows {
                has_drafts ? draft_masks.dimensions()[1] : 0};
   }
 
-  bool Fit() const { return breakers_ >= 0; }
-
   bool IsAdjusted(int64_t row) const { return adjusts_ && Of(row).Wanted(); }
 
   // A row's logits before its temperature: `raw`, or those in `kept`.
@@ -175,28 +179,33 @@ class GivenRows {
   }
 
  private:
-  static constexpr int64_t kFixed = sizeof(RowFields) / sizeof(uint32_t);
+  static constexpr int64_t kPlaces = offsetof(RowFields, temperature) / sizeof(uint32_t);
+  static constexpr int64_t kParameters = sizeof(RowFields) / sizeof(uint32_t) - kPlaces;
 
-  Adjustment Of(int64_t row) const { return {fields[row], words_ + row * width_ + kFixed, stops_, breakers_, tables_}; }
+  Adjustment Of(int64_t row) const {
+    const int32_t* const breakers = reinterpret_cast<const int32_t*>(words_ + row * width_ + kParameters);
+    return {fields[row],
+            {stops_ + row * stop_count_, stop_count_},
+            {breakers, std::max<int64_t>(0, width_ - kParameters)},
+            tables_};
+  }
 
   const uint32_t* words_;
-  int64_t width_, stops_, breakers_;
+  const int32_t* stops_;
+  int64_t width_, stop_count_;
   bool adjusts_;
   SlotTables tables_ = {};
 };
 
-ffi::Error TooFewWords() { return ffi::Error::InvalidArgument("a row has too few words"); }
-
 // logits [V, N], or [N, V] by row; the rows, of which tables are read where `adjusts` -> token [N], log-probability [N] and the most
 // likely tokens [1 + 2 kMostLogprobs, N]; zeros for rows that are not live.
-ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
-                  Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::S32> token,
-                  ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts,
-                  int64_t stops, bool by_row) {
+ffi::Error Sample(ffi::ThreadPool pool, Floats given, Integers places, Unsigned words, Integers stops, Integers history,
+                  Integers blocks, Integers bias_ids, Floats bias, Unsigned mask, Unsigned draft_masks,
+                  ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top,
+                  bool processed, bool adjusts, bool by_row) {
   const Logits logits(given, by_row);
   const int64_t count = logits.count, rows = logits.rows, of_task = logits.RowsOfTask(pool.num_threads());
-  const GivenRows all(words, history, blocks, bias_ids, bias, mask, draft_masks, adjusts, stops);
-  if (!all.Fit()) return TooFewWords();
+  const GivenRows all(places, words, stops, history, blocks, bias_ids, bias, mask, draft_masks, adjusts);
   const std::vector<RowFields>& fields = all.fields;
   std::memset(token->untyped_data(), 0, token->size_bytes());
   std::memset(logprob->untyped_data(), 0, logprob->size_bytes());
@@ -243,13 +252,12 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers h
 
 // logits and rows as for `Sample` -> the logits of the distributions that the rows are sampled from, [N, V]: adjusted, divided by
 // temperatures and cut, as processed log-probabilities have them; zeros for rows that are not live.
-ffi::Error Process(ffi::ThreadPool pool, Floats given, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
-                   Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::F32> processed, int64_t stops,
-                   bool by_row) {
+ffi::Error Process(ffi::ThreadPool pool, Floats given, Integers places, Unsigned words, Integers stops, Integers history,
+                   Integers blocks, Integers bias_ids, Floats bias, Unsigned mask, Unsigned draft_masks,
+                   ffi::ResultBuffer<ffi::F32> processed, bool by_row) {
   const Logits logits(given, by_row);
   const int64_t count = logits.count, of_task = logits.RowsOfTask(pool.num_threads());
-  const GivenRows all(words, history, blocks, bias_ids, bias, mask, draft_masks, true, stops);
-  if (!all.Fit()) return TooFewWords();
+  const GivenRows all(places, words, stops, history, blocks, bias_ids, bias, mask, draft_masks, true);
   const auto one = [&](int64_t row, const float* raw) {
     thread_local Weights weights;
     thread_local std::vector<float> adjusted, restricted;
@@ -290,8 +298,8 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats given, Integers token, Intege
 
 }  // namespace
 
-XLA_ENGINE_HANDLER(XlaEngineSample, Sample, "processed", "adjusts", "stops", "by_row")
-XLA_ENGINE_HANDLER(XlaEngineProcess, Process, "stops", "by_row")
+XLA_ENGINE_HANDLER(XlaEngineSample, Sample, "processed", "adjusts", "by_row")
+XLA_ENGINE_HANDLER(XlaEngineProcess, Process, "by_row")
 XLA_ENGINE_HANDLER(XlaEngineLogprobs, LogprobsOf, "by_row")
 
 }  // namespace xla_engine

@@ -18,12 +18,13 @@ WORD = jnp.uint32
 def pack(record: Any) -> Any:
     """Concatenate the leaves `[N, ...]` of a record, four-byte elements or bools, to u32 `[N, W]`.
 
-    One array in place of many, because a call pays for each buffer, above all for outputs (findings/host_time.md).
+    One array in place of many, because a call pays for each buffer, above all for outputs (findings/host_time.md). XLA
+    sees that what `unpack` has taken apart, and nobody has changed, is a slice of the words it came from.
 
     Returns a numpy array if the leaves are numpy arrays.
     """
     leaves = jax.tree.leaves(record)
-    columns = [_words(leaf).reshape(leaf.shape[0], -1) for leaf in leaves]
+    columns = [_words(leaf.reshape(leaf.shape[0], -1)) for leaf in leaves]
     on_host = isinstance(leaves[0], np.ndarray)
     return np.concatenate(columns, 1) if on_host else jnp.concatenate(columns, 1)
 
@@ -34,10 +35,11 @@ def unpack(words: jax.Array, like: Any) -> Any:
     found, at = [], 0
     for leaf in leaves:
         width = int(np.prod(leaf.shape[1:]))
-        column = words[:, at : at + width].reshape(words.shape[0], *leaf.shape[1:])
+        column = words[:, at : at + width]
         at += width
         is_bool = leaf.dtype == jnp.bool_
-        found.append(column != 0 if is_bool else jax.lax.bitcast_convert_type(column, leaf.dtype))
+        column = column != 0 if is_bool else jax.lax.bitcast_convert_type(column, leaf.dtype)
+        found.append(column.reshape(words.shape[0], *leaf.shape[1:]))
     assert at == words.shape[1], f"{words.shape[1]} words a row, the record has {at}"
     return jax.tree.unflatten(tree, found)
 

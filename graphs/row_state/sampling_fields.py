@@ -77,17 +77,17 @@ class Repetition:
     """Parameters of DRY (`sampling.logits_processors`), and the window of the other penalties, one entry per row.
 
     dry_multiplier: 0 disables DRY.
-    dry_breakers: token ids, padded with -1.
     penalty_last_n: how many of the last tokens the penalties consider; -1 for all.
+    dry_breakers: token ids, padded with -1.
     """
 
     dry_multiplier: Annotated[jax.Array, RowField(np.float32, 0, "dry_multiplier")]
     dry_base: Annotated[jax.Array, RowField(np.float32, 1, "dry_base")]
     dry_allowed_length: Annotated[jax.Array, RowField(np.int32, 0, "dry_allowed_length")]
+    penalty_last_n: Annotated[jax.Array, RowField(np.int32, -1, "penalty_last_n")]
     dry_breakers: Annotated[
         jax.Array, RowField(np.int32, -1, shape=(MAX_DRY_BREAKERS,), settled="dry_breakers", entry=_padded)
     ]
-    penalty_last_n: Annotated[jax.Array, RowField(np.int32, -1, "penalty_last_n")]
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ class SamplingRows:
 
     A neutral row samples greedily, without any adjustment.
 
-    has_bias, has_mask: whether the slot's bias or mask in the `Tables` applies.
+    has_bias, has_mask: 1 if the slot's bias or mask in the `Tables` applies, otherwise 0.
     seed: 64 bits as (high, low).
     num_logprobs: -1 for none, 0 for the sampled token's, n > 0 also for those of the n most likely tokens.
     repetition: None in an engine without DRY.
@@ -111,8 +111,8 @@ class SamplingRows:
     repetition_penalty: Annotated[jax.Array, RowField(np.float32, 1, "repetition_penalty", tried=(0.7, 1.3))]
     frequency_penalty: Annotated[jax.Array, RowField(np.float32, 0, "frequency_penalty", tried=(-1.0, 1.5))]
     presence_penalty: Annotated[jax.Array, RowField(np.float32, 0, "presence_penalty", tried=(-1.5, 2.0))]
-    has_bias: Annotated[jax.Array, RowField(np.bool_, False, "logit_bias", entry=bool)]
-    has_mask: Annotated[jax.Array, RowField(np.bool_, False, settled="mask", entry=_is_given)]
+    has_bias: Annotated[jax.Array, RowField(np.uint32, 0, "logit_bias", entry=bool)]
+    has_mask: Annotated[jax.Array, RowField(np.uint32, 0, settled="mask", entry=_is_given)]
     seed: Annotated[jax.Array, RowField(np.uint32, 0, shape=(2,), settled="seed", entry=_halves)]
     num_logprobs: Annotated[jax.Array, RowField(np.int32, -1, "logprobs", entry=_count)]
     repetition: Repetition | None = None

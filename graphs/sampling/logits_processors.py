@@ -182,13 +182,13 @@ def _forbid_masked(
 
 _PENALTIES = Adjustment(_is_penalised, _penalise)  # one count of tokens for all three
 _ADJUSTMENTS = {
-    "bias": Adjustment(lambda rows, _: rows.has_bias, _add_bias),
+    "bias": Adjustment(lambda rows, _: rows.has_bias != 0, _add_bias),
     "repetition_penalty": _PENALTIES,
     "frequency_penalty": _PENALTIES,
     "presence_penalty": _PENALTIES,
     "dry": Adjustment(_wants_dry, _apply_dry),
     "min_tokens": Adjustment(lambda _, context: context.min_remaining > 0, _forbid_stops),
-    "mask": Adjustment(lambda rows, _: rows.has_mask, _forbid_masked),
+    "mask": Adjustment(lambda rows, _: rows.has_mask != 0, _forbid_masked),
 }
 
 

@@ -21,16 +21,9 @@ from xla_engine.graphs.sampling.logits_processors import SamplingContext
 
 SAMPLE, PROCESS, LOGPROBS = "xla_engine_sample", "xla_engine_process", "xla_engine_logprobs"
 
-# The fields of `SamplingContext` that C++ gets for each row, in addition to the sampling table.
-_PLACES: dict[str, type[np.generic]] = {
-    "live": np.bool_,
-    "slot": np.int32,
-    "length": np.int32,
-    "prompt_length": np.int32,
-    "min_remaining": np.int32,
-    "draft": np.int32,
-}
-_CPP_TYPES = {np.bool_: "uint32_t", np.uint32: "uint32_t", np.int32: "int32_t", np.float32: "float"}
+# The fields of `SamplingContext` that C++ gets for each row, in addition to its position and the sampling table.
+_PLACES = ("live", "slot", "length", "prompt_length", "min_remaining", "draft")
+_CPP_TYPES: dict[type[np.generic], str] = {np.uint32: "uint32_t", np.int32: "int32_t", np.float32: "float"}
 _HEADER = """// Generated from the sampling table by `python -m xla_engine.graphs.sampling.native`. Do not edit.
 
 #pragma once
@@ -39,7 +32,7 @@ _HEADER = """// Generated from the sampling table by `python -m xla_engine.graph
 
 namespace xla_engine {
 
-// One row as graphs/sampling/native.py packs it; behind it are its stop ids and its sequence breakers, padded with -1.
+// One row: its place, and its sampling parameters in the order of the table.
 struct RowFields {
 %s};
 
@@ -62,7 +55,6 @@ def native_sample(
         *_inputs(logits, rows, position, context),
         processed=processed_logprobs,
         adjusts=context is not None,
-        stops=np.int64(0 if context is None else context.stop_ids.shape[1]),
         by_row=isinstance(logits, ByRow),
     )
     return Sampled(*found)
@@ -77,17 +69,22 @@ def native_processed(logits: Logits, rows: SamplingRows, context: SamplingContex
     shape = jax.ShapeDtypeStruct((count, values.shape[isinstance(logits, ByRow)]), jnp.float32)
     call = jax.ffi.ffi_call(f"{PROCESS}_{isa}", shape)
     given = _inputs(logits, rows, jnp.zeros(count, jnp.int32), context)
-    return ByRow(call(*given, stops=np.int64(context.stop_ids.shape[1]), by_row=isinstance(logits, ByRow)))
+    return ByRow(call(*given, by_row=isinstance(logits, ByRow)))
 
 
 def _inputs(
     logits: Logits, rows: SamplingRows, position: jax.Array, context: SamplingContext | None
 ) -> list[jax.Array]:
-    """Logits, rows, and the tables of all slots, which are empty without a context."""
+    """Logits; places of rows i32 `[7, N]`, their sampling parameters u32 `[N, W]` and stop ids i32 `[N, E]`; and the
+    tables of all slots, which are empty without a context."""
     none, no_words = jnp.zeros(0, jnp.int32), jnp.zeros(0, WORD)
+    unset, stop_ids = jnp.zeros_like(position), jnp.zeros((len(position), 0), jnp.int32)
+    places = [jnp.ones_like(position), *[unset] * (len(_PLACES) - 1)]
     wide = [none, none, none, jnp.zeros(0, jnp.float32), no_words, no_words]
     if context is not None:
-        tables = context.tables
+        tables, stop_ids = context.tables, context.stop_ids
+        given = (getattr(context, name) for name in _PLACES)
+        places = [unset if each is None else each.astype(jnp.int32) for each in given]
         wide = [
             context.history,
             none if context.block_tables is None else context.block_tables,
@@ -97,44 +94,15 @@ def _inputs(
             no_words if context.draft is None or tables.draft_masks is None else tables.draft_masks,
         ]
     values = logits.values if isinstance(logits, ByRow) else logits
-    return [values, _words(rows, position, context), *wide]
-
-
-def _words(rows: SamplingRows, position: jax.Array, context: SamplingContext | None) -> jax.Array:
-    """The C++ input for each row, u32 `[N, W]`: `RowFields` (`native/row_fields.h`), stop ids, sequence breakers."""
-    none = jnp.zeros_like(position)
-    if context is None:
-        places = [jnp.ones_like(position, bool), *[none] * (len(_PLACES) - 1)]
-    else:
-        places = [none if (found := getattr(context, name)) is None else found for name in _PLACES]
-    given = rows.repetition
-    return pack(
-        (
-            position,
-            *places,
-            *(getattr(rows, name) for name in SAMPLING_FIELDS),
-            *(
-                jnp.full_like(none, line.neutral, line.dtype) if given is None else getattr(given, name)
-                for name, line in _repetition_scalars().items()
-            ),
-            *(() if context is None else (context.stop_ids,)),
-            *(() if given is None else (given.dry_breakers,)),
-        )
-    )
-
-
-def _repetition_scalars() -> dict[str, RowField]:
-    return {name: line for name, line in REPETITION_FIELDS.items() if not line.shape}
+    return [values, jnp.stack([position, *places]), pack(rows), stop_ids, *wide]
 
 
 def row_fields_header() -> str:
     """The text of `native/row_fields.h`."""
-    fields = {"position": RowField(np.int32, 0)} | {
-        name: RowField(dtype, 0) for name, dtype in _PLACES.items()
-    }
-    fields |= SAMPLING_FIELDS | _repetition_scalars()
+    fields = {name: RowField(np.int32, 0) for name in ("position", *_PLACES)} | SAMPLING_FIELDS
+    fields |= {name: line for name, line in REPETITION_FIELDS.items() if not line.shape}
     return _HEADER % "".join(
-        f"  {_CPP_TYPES[line.dtype]} {name}{''.join(f'[{size}]' for size in line.shape)};\n"
+        f"  {_CPP_TYPES[line.dtype]} {name}{''.join(f'[{size}]' for size in line.shape)}{{{line.neutral}}};\n"
         for name, line in fields.items()
     )
 

@@ -20,7 +20,7 @@ from xla_engine.graphs.recurrent.layer import (
     recurrent_prefill,
     recurrent_verify,
 )
-from xla_engine.graphs.row_state.rows import Extents, Rows, targets, with_rows
+from xla_engine.graphs.row_state.rows import Extents, Rows, pack, targets, unpack, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
@@ -165,7 +165,7 @@ def prefill_chunk(
     )
     sampled = sample(
         logits,
-        jax.tree.map(widen, lanes.sampling),
+        unpack(widen(pack(lanes.sampling)), lanes.sampling),
         context.length,
         context,
         processed_logprobs=form.step.processed_logprobs,

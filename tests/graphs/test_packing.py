@@ -62,3 +62,13 @@ def test_some_rows_are_read_and_written_to_the_bit() -> None:
             for row in range(5):
                 expected = new if name != "history" and row in (0, 4) else old
                 assert np.asarray(found)[row].tobytes() == np.asarray(expected)[row].tobytes()
+
+
+def test_what_nobody_changes_is_not_packed_again() -> None:
+    """Each column that is compiled by itself costs every program of every start a kernel."""
+    rows = make_rows(5, 3, 70)
+    state = pack_rows(rows)
+    again = jax.jit(lambda state: pack_rows(unpack_rows(state, rows)))
+    assert "fusion" not in again.lower(state).compile().as_text()
+    sampling = jax.jit(lambda state: pack(unpack_rows(state, rows).sampling))
+    assert sampling.lower(state).compile().as_text().count(" fusion(") <= 1
