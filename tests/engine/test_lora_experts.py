@@ -38,7 +38,7 @@ def test_it_computes_what_the_merged_checkpoint_computes(name: str, tmp_path: Pa
     expert = "base_model.model.model.layers.1.mlp.experts.0.down_proj.lora_"
     tensors = {expert + f"{which}.weight": np.zeros((8, 8), np.float32) for which in "AB"}
     other = write_adapter(tmp_path / "expert", checkpoint, modules=["q_proj"], tensors=tensors)
-    config = replace(WITH_ADAPTERS, max_model_len=128, isa="none", self_check=False)
+    config = replace(WITH_ADAPTERS, max_model_len=128, self_check=False)
     prompt = list(range(40))
     with XlaBatchEngine(checkpoint, None, config) as adapting:
         adapting.submit(prompt, PARAMS, lora_request=LoRARequest("a", 1, str(path)))

@@ -82,7 +82,7 @@ def test_it_computes_what_the_merged_checkpoint_computes(name: str, tmp_path: Pa
     assert any(each.startswith(("in_proj", "g_proj")) for each in modules), "recurrent layers are among them"
     path = write_adapter(tmp_path / "adapter", checkpoint, modules=modules, scales=(0.1, 0.1))
     merged = load_checkpoint(merge(GOLDEN / name, path, tmp_path / "merged"), dtype="float32")
-    config = replace(WITH_ADAPTERS, max_model_len=128, isa="none", self_check=False)
+    config = replace(WITH_ADAPTERS, max_model_len=128, self_check=False)
     prompt = list(range(40))
     with XlaBatchEngine(checkpoint, None, config) as adapting:
         adapting.submit(prompt, PARAMS, lora_request=LoRARequest("a", 1, str(path)))
