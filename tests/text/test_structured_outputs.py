@@ -7,7 +7,8 @@ import builtins
 import json
 import random
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask, pack_bits
+from xla_engine.text.worker_process import WorkerProcess
 
 pytest.importorskip("llguidance")
 
@@ -253,6 +255,33 @@ def test_a_check_without_masks_refuses_what_a_matcher_refuses(
         verdicts = [said(checks.check, params) for params in tried]
         assert verdicts == [said(matches.matcher, params) for params in tried]
         assert [each is None for each in verdicts] == accepted
+        monkeypatch.setattr(checks, "_accepted", None)  # a call fails
+        assert [said(checks.check, params) for params in tried] == verdicts
+
+
+def test_a_check_is_no_permission_to_compile(embedded: XlaBatchEngine) -> None:
+    """A check goes without slices, in which a library may fail, too, so a matcher makes a trial with them first."""
+    assert embedded.tokenizer is not None
+    worker, asked = WorkerProcess("trial_worker.py"), []
+
+    def ask(cpu_limit_s: float, request: str) -> dict[str, Any]:
+        fields = json.loads(request)
+        asked.append((fields["kind"], fields.get("slices")))
+        return worker.ask(cpu_limit_s, request)
+
+    grammars = Grammars(embedded.tokenizer, 4096, (0,), process=cast("Any", SimpleNamespace(ask=ask)))
+    tried = StructuredOutputsParams(regex="once more, x*")
+
+    def asks(slices: bool) -> list[tuple[str, bool | None]]:
+        return [("try_constraint", None), ("keep_tokenizer", slices), ("try_constraint", None)]
+
+    grammars.check(tried)
+    assert asked == asks(False)
+    grammars.check(tried)
+    assert asked == asks(False)
+    grammars.matcher(tried)
+    assert asked == asks(False) + asks(True)
+    worker.stop()
 
 
 def test_masks_follow_the_tokens() -> None:

@@ -44,6 +44,7 @@ MASK_GRACE_S = 1.0
 MASK_BUDGET_S = 0.02
 _KEPT = 32  # size of the cache of compiled constraints
 _REFUSED = 1024  # size of the cache of refused constraints
+_CHECKED = 4096  # constraints that `check` has accepted
 _LOGGED = 4096  # constraints of which it is known what was logged
 # Fields of llguidance.LLParserLimits. A mask that needs more items ends its request. 10,000 items take less than
 # 0.1 s; schemas with hundreds of properties need less than 2,000. The number depends on the text alone.
@@ -207,6 +208,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()  # by constraint_text
         self._refused: OrderedDict[str, str] = OrderedDict()  # why
+        self._checked: OrderedDict[str, None] = OrderedDict()  # accepted by `check`
         self._logged: OrderedDict[str, None] = OrderedDict()  # digests of constraints
 
     def knows(self, params: StructuredOutputsParams) -> bool:
@@ -220,8 +222,17 @@ class Grammars:
         return () if compiled is None else compiled.left
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raise InvalidRequestError if `matcher` does, from the trial alone: without what masks need."""
-        self._accepted(params, self._key(params))
+        """Raise InvalidRequestError if `matcher` does, from a trial alone: without what masks need.
+
+        That is llguidance's slices of the vocabulary, too; so `matcher` makes a trial of its own.
+        """
+        key = self._key(params)
+        with self._lock:
+            if key in self._checked:
+                return
+        self._accepted(params, key, slices=False)
+        with self._lock:
+            _keep(self._checked, key, None, _CHECKED)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A matcher in its initial state. Raises InvalidRequestError for an invalid or too large constraint."""
@@ -254,11 +265,14 @@ class Grammars:
             raise InvalidRequestError(refusal)
         return key
 
-    def _accepted(self, params: StructuredOutputsParams, key: str) -> ConstraintForm:
-        """The first form of a constraint that llguidance accepts. Raises InvalidRequestError."""
+    def _accepted(self, params: StructuredOutputsParams, key: str, *, slices: bool) -> ConstraintForm:
+        """The first form of a constraint that llguidance accepts. Raises InvalidRequestError.
+
+        slices: as in `ConstraintTrials.why_not`.
+        """
         name = self._name(params)
         try:
-            return accepted_form(params, self._id_of, self._why_not)
+            return accepted_form(params, self._id_of, partial(self._why_not, slices=slices))
         except ConstraintError as error:
             why = str(error)
             refusal = (
@@ -271,7 +285,7 @@ class Grammars:
 
     def _compile(self, params: StructuredOutputsParams, key: str) -> Matcher:
         """Compile the first form of a constraint that llguidance accepts."""
-        form, name = self._accepted(params, key), self._name(params)
+        form, name = self._accepted(params, key, slices=True), self._name(params)
         grammar, tokenizer = self._grammar(form), self._mask_tokenizer()
         state = self._library.LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
         compiled = Matcher(state, tokenizer, self._words, name)
@@ -296,8 +310,8 @@ class Grammars:
         """A constraint in messages."""
         return f"{params.kind} {shown(getattr(params, params.kind))}"
 
-    def _why_not(self, form: ConstraintForm) -> str | None:
-        return self._trials.why_not(self._grammar(form))
+    def _why_not(self, form: ConstraintForm, *, slices: bool) -> str | None:
+        return self._trials.why_not(self._grammar(form), slices=slices)
 
     def _grammar(self, form: ConstraintForm) -> str:
         """A form in llguidance's format."""

@@ -37,11 +37,11 @@ def answer(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def keep_tokenizer(
-    name: str, tokens: list[str], special_token_ids: list[int], eos_token_ids: list[int]
+    name: str, tokens: list[str], special_token_ids: list[int], eos_token_ids: list[int], slices: bool
 ) -> dict[str, Any]:
     """Build the llguidance tokenizer of a vocabulary, and keep it under a name. tokens: their bytes as Latin-1."""
     _tokenizers[name] = mask_tokenizer(
-        [token.encode("latin-1") for token in tokens], special_token_ids, eos_token_ids
+        [token.encode("latin-1") for token in tokens], special_token_ids, eos_token_ids, slices=slices
     )
     if len(_tokenizers) > _KEPT:
         _tokenizers.popitem(last=False)
@@ -53,17 +53,20 @@ def mask_tokenizer(
     special_token_ids: Sequence[int],
     eos_token_ids: Sequence[int],
     encode: Callable[[str], Sequence[int]] | None = None,
+    *,
+    slices: bool = True,
 ) -> Any:
     """An llguidance.LLTokenizer: the bytes of all tokens, and those that are no text.
 
     Its own reader of tokenizer.json takes every added token of the form <...> for a special one. encode: the ids of
-    text inside a longer text; without it, the longest tokens.
+    text inside a longer text; without it, the longest tokens. slices: divide the vocabulary by regular expressions
+    first, which makes masks of strings faster and takes half of the time here; masks are the same.
     """
     import llguidance
 
     vocabulary = _Vocabulary(tokens, special_token_ids, eos_token_ids[0])
     wrapped = llguidance.TokenizerWrapper(vocabulary)
-    made = llguidance.LLTokenizer(wrapped, eos_token=list(eos_token_ids))
+    made = llguidance.LLTokenizer(wrapped, eos_token=list(eos_token_ids), slices=None if slices else [])
     wrapped.tokens = vocabulary.tokens = ()  # llguidance has its own copy
     vocabulary.encode = encode or made.greedy_tokenize
     return made

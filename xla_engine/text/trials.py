@@ -44,22 +44,26 @@ class ConstraintTrials:
             "special_token_ids": list(special_token_ids),
             "eos_token_ids": list(eos_token_ids),
         }
-        vocabulary = json.dumps(kept)  # some MB, so it is written once
-        self._name = hashlib.sha256(vocabulary.encode()).hexdigest()
-        self._set_up = json.dumps({"kind": "keep_tokenizer", "name": self._name})[:-1] + ", " + vocabulary[1:]
+        self._vocabulary = json.dumps(kept)  # some MB, so it is written once
+        self._name = hashlib.sha256(self._vocabulary.encode()).hexdigest()
         self._limits = limits
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # what is wrong, or None; by hash
+        # what is wrong, or None; by hash and slices
+        self._verdicts: OrderedDict[tuple[bytes, bool], str | None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def why_not(self, grammar: str) -> str | None:
-        """Why a grammar in llguidance's format must not be compiled here; None if it may be."""
-        key = _key(grammar)
+    def why_not(self, grammar: str, *, slices: bool = True) -> str | None:
+        """Why a grammar in llguidance's format must not be compiled here; None if it may be.
+
+        slices: as in `mask_tokenizer`. Without them the first verdict takes half the time, and tells whether the
+        grammar is valid, but does not permit compiling it with them.
+        """
+        key = (_key(grammar), slices)
         with self._lock:
             if key in self._verdicts:
                 self._verdicts.move_to_end(key)
                 return self._verdicts[key]
         try:
-            verdict = _verdict(self._ask(grammar), CONSTRAINT_CPU_S)
+            verdict = _verdict(self._ask(grammar, slices), CONSTRAINT_CPU_S)
         except WorkerEndedError as error:  # perhaps for another reason, so not cached
             return f"compiling it {error}; send it again"
         with self._lock:
@@ -68,12 +72,14 @@ class ConstraintTrials:
                 self._verdicts.popitem(last=False)
         return verdict
 
-    def _ask(self, grammar: str) -> dict[str, Any]:
-        fields = {"tokenizer": self._name, "grammar": grammar, "limits": self._limits}
+    def _ask(self, grammar: str, slices: bool) -> dict[str, Any]:
+        name = self._name if slices else f"{self._name} without slices"
+        fields = {"tokenizer": name, "grammar": grammar, "limits": self._limits}
         request = json.dumps({"kind": "try_constraint", "seconds": CONSTRAINT_CPU_S, **fields})
         answer = self._process.ask(CONSTRAINT_CPU_S, request)
         if answer.get("kept") is False:
-            self._process.ask(TOKENIZER_CPU_S, self._set_up)
+            set_up = json.dumps({"kind": "keep_tokenizer", "name": name, "slices": slices})
+            self._process.ask(TOKENIZER_CPU_S, f"{set_up[:-1]}, {self._vocabulary[1:]}")
             answer = self._process.ask(CONSTRAINT_CPU_S, request)
         return answer
 
