@@ -44,7 +44,7 @@ MASK_GRACE_S = 1.0
 MASK_BUDGET_S = 0.02
 _KEPT = 32  # size of the cache of compiled constraints
 _REFUSED = 1024  # size of the cache of refused constraints
-_CHECKED = 4096  # constraints that `check` has accepted
+_CHECKED = 4096  # constraints of which it is known that `check` accepts them
 _LOGGED = 4096  # constraints of which it is known what was logged
 # Fields of llguidance.LLParserLimits. A mask that needs more items ends its request. 10,000 items take less than
 # 0.1 s; schemas with hundreds of properties need less than 2,000. The number depends on the text alone.
@@ -208,7 +208,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()  # by constraint_text
         self._refused: OrderedDict[str, str] = OrderedDict()  # why
-        self._checked: OrderedDict[str, None] = OrderedDict()  # accepted by `check`
+        self._checked: OrderedDict[str, None] = OrderedDict()  # digests of constraints that `check` accepts
         self._logged: OrderedDict[str, None] = OrderedDict()  # digests of constraints
 
     def knows(self, params: StructuredOutputsParams) -> bool:
@@ -222,17 +222,18 @@ class Grammars:
         return () if compiled is None else compiled.left
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raise InvalidRequestError if `matcher` does, from a trial alone: without what masks need.
+        """Raise InvalidRequestError if `matcher` does, after a trial without what only masks need.
 
-        That is llguidance's slices of the vocabulary, too; so `matcher` makes a trial of its own.
+        Slices of the vocabulary (`mask_tokenizer`) are only for masks, so `matcher` still makes a trial with them.
         """
         key = self._key(params)
+        digest = _digest(key)
         with self._lock:
-            if key in self._checked:
+            if digest in self._checked:
                 return
         self._accepted(params, key, slices=False)
         with self._lock:
-            _keep(self._checked, key, None, _CHECKED)
+            _keep(self._checked, digest, None, _CHECKED)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A matcher in its initial state. Raises InvalidRequestError for an invalid or too large constraint."""
@@ -300,10 +301,10 @@ class Grammars:
 
     def _is_news(self, key: str) -> bool:
         """Whether nothing was logged about a constraint, which is compiled again after others took its place."""
-        name = hashlib.blake2b(key.encode(errors="replace"), digest_size=16).hexdigest()
+        digest = _digest(key)
         with self._lock:
-            is_news = name not in self._logged
-            _keep(self._logged, name, None, _LOGGED)
+            is_news = digest not in self._logged
+            _keep(self._logged, digest, None, _LOGGED)
         return is_news
 
     def _name(self, params: StructuredOutputsParams) -> str:
@@ -317,6 +318,11 @@ class Grammars:
         """A form in llguidance's format."""
         start = {"lark_grammar": f"{self._begin}@body"}
         return json.dumps({"grammars": [start, {**form.body, "name": "body"}]})
+
+
+def _digest(key: str) -> str:
+    """A constraint's text, which may have 256 Ki characters, in few bytes."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _keep(cache: OrderedDict[str, T], key: str, value: T, most: int) -> None:
