@@ -43,9 +43,9 @@ CEILINGS = {
     "class names used twice": 8,
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
-    "lines of instruments, per thousand": 146,
-    "names that tests patch, per 10,000 lines": 52,
-    "private names that tests use, per 10,000 lines": 24,
+    "lines of instruments, per thousand": 145,
+    "names that tests patch, per 10,000 lines": 50,
+    "private names that tests use, per 10,000 lines": 23,
 }
 
 

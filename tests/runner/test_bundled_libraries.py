@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.runner.backends import library_of
 from xla_engine.runner.native_library import build, bundled, compiled, recipe
 from xla_engine.runner.native_library.bundled import Manifest, file_name, read_manifest
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
@@ -233,7 +234,7 @@ def test_a_checkout_has_no_libraries() -> None:
 
 def test_the_start_says_where_the_library_came_from(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine(TINY_ENGINE)
-    assert engine.runner.library == build.COMPILED and engine.self_check is not None
+    assert library_of(engine.runner.spec) == build.COMPILED and engine.self_check is not None
     isa = engine.self_check.isa  # not the best on a machine with AMX, which models this narrow do not use
     assert isa in NAMES and f"by C++ that was compiled on this machine ({isa})" in engine.self_check.promise
 

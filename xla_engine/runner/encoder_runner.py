@@ -43,7 +43,7 @@ from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner import memory
-from xla_engine.runner.backends import library_of, platform_words
+from xla_engine.runner.backends import platform_words
 from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.devices import Devices, HeldWeights
@@ -235,11 +235,6 @@ class EncoderRunner:
     def isa(self) -> str | None:
         """The instruction set of the C++ kernels in use; None without them."""
         return self.spec.isa
-
-    @property
-    def library(self) -> str | None:
-        """Where the library of the C++ kernels came from; None without them."""
-        return library_of(self.spec)
 
     @property
     def cache_bytes(self) -> int:

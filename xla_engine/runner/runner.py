@@ -30,7 +30,7 @@ from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
 from xla_engine.runner.after_prefill import fetch_pooled, fetch_prompt_scores
-from xla_engine.runner.backends import library_of, platform_words
+from xla_engine.runner.backends import platform_words
 from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
@@ -421,11 +421,6 @@ class Runner:
     def isa(self) -> str | None:
         """The instruction set of the C++ kernels in use; None without them."""
         return self.spec.isa
-
-    @property
-    def library(self) -> str | None:
-        """Where the library of the C++ kernels came from; None without them."""
-        return library_of(self.spec)
 
     def blank(self) -> None:
         """`reset`, and also fill the cache with zeros, so that runs repeat bit for bit. Nothing may be in flight."""

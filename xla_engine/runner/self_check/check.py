@@ -22,6 +22,7 @@ import numpy as np
 
 from xla_engine.errors import ConfigError
 from xla_engine.runner.adapters import random_adapter
+from xla_engine.runner.backends import library_of
 from xla_engine.runner.call_sizes import Sizes
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.probe import (
@@ -157,7 +158,7 @@ def run_self_check(runner: Runner, vocab_size: int, with_pool: WithPool | None =
         decoded=found.decoded,
         one_row_code=runner.has_one_row_code,
         isa=runner.isa,
-        library=runner.library,
+        library=library_of(runner.spec),
     )
     _warn(check, largest)
     return check
