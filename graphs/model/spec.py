@@ -125,32 +125,50 @@ class ModelSpec:
         return nnx.merge(self._modules[0], state)
 
     @functools.cached_property
-    def _modules(self) -> tuple[Any, list[tuple[Path, Leaf]]]:
+    def _modules(self) -> tuple[Any, tuple[tuple[Path, Leaf], ...]]:
         """The model's modules, without values, as flax's graph definition; and their leaves."""
-        from flax import nnx
-
-        from xla_engine.graphs.model.decoder import Decoder
-        from xla_engine.graphs.model.encoder import Encoder
-        from xla_engine.graphs.model.parameters import LeafMaker
-        from xla_engine.graphs.model.sublayers import Linear, RoutedMlp
-
-        config, stored, order = self.config, self._stored or {}, self._order
         matrices = jnp.dtype(jnp.int8) if self.quantized else self.dtype
-        make = LeafMaker(self.sharding, matrices, self.dtype, self.lora)
-        model = Decoder(make, self.dtype) if config.encoder is None else Encoder(make)
-        for path, module in nnx.iter_modules(model) if stored else ():
-            rows = stored.get(leaf_name(config, (*cast("Path", path), "weight")))
-            if isinstance(module, Linear) and rows is not None:
-                module.keep(make, rows, order)
-            elif isinstance(module, RoutedMlp):
-                gate_up, down = (
-                    stored.get(leaf_name(config, (*cast("Path", path), part)), ())
-                    for part in ("gate_up", "down")
-                )
-                module.keep(make, gate_up, down, order)
-        graph, state = nnx.split(model)
-        parameters = cast("list[tuple[Path, Any]]", nnx.to_flat_state(state))
-        return graph, [(path, each.get_metadata("leaf")) for path, each in parameters]
+        stored = frozenset((self._stored or {}).items())
+        # Without a mesh nothing is cut, so products and their tasks do not matter.
+        sharding = Sharding(self.config) if self.sharding.devices is None else self.sharding
+        return _modules_of(sharding, matrices, self.dtype, self.lora, stored, self._order)
+
+
+@functools.lru_cache(4)
+def _modules_of(
+    sharding: Sharding,
+    matrices: jnp.dtype,
+    dtype: jnp.dtype,
+    lora: LoraForm | None,
+    stored: frozenset[tuple[str, tuple[tuple[str, int], ...]]],
+    order: Order,
+) -> tuple[Any, tuple[tuple[Path, Leaf], ...]]:
+    """As `ModelSpec._modules`, from all that they depend on: specs that differ in their backends share them.
+
+    matrices: the dtype of matrices; the other arguments as in `ModelSpec`, with the items of `stored`.
+    """
+    from flax import nnx
+
+    from xla_engine.graphs.model.decoder import Decoder
+    from xla_engine.graphs.model.encoder import Encoder
+    from xla_engine.graphs.model.parameters import LeafMaker
+    from xla_engine.graphs.model.sublayers import Linear, RoutedMlp
+
+    config, kinds = sharding.config, dict(stored)
+    make = LeafMaker(sharding, matrices, dtype, lora)
+    model = Decoder(make, dtype) if config.encoder is None else Encoder(make)
+    for path, module in nnx.iter_modules(model) if stored else ():
+        rows = kinds.get(leaf_name(config, (*cast("Path", path), "weight")))
+        if isinstance(module, Linear) and rows is not None:
+            module.keep(make, rows, order)
+        elif isinstance(module, RoutedMlp):
+            gate_up, down = (
+                kinds.get(leaf_name(config, (*cast("Path", path), part)), ()) for part in ("gate_up", "down")
+            )
+            module.keep(make, gate_up, down, order)
+    graph, state = nnx.split(model)
+    parameters = cast("list[tuple[Path, Any]]", nnx.to_flat_state(state))
+    return graph, tuple((path, each.get_metadata("leaf")) for path, each in parameters)
 
 
 @functools.lru_cache(4)

@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from tests.support.models import TINY
+from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.lora.form import LoraForm
+from xla_engine.graphs.model.leaves import Leaf
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner.kept_leaves import LeavesOnDisk, keeping_leaves
 from xla_engine.runner.program_key import NoKeyError
@@ -64,6 +67,27 @@ def test_a_graph_is_the_same_with_kept_leaves(tmp_path: Path) -> None:
     for _ in range(2):
         with keeping_leaves(LeavesOnDisk(tmp_path)):
             assert text() == usual
+
+
+def test_specs_of_one_form_share_its_modules() -> None:
+    """What differs in the backends alone has the same leaves, which are then made once: on a mesh they differ."""
+
+    def leaves(devices: int | None, **options: Any) -> list[Leaf]:
+        products = NativeProducts("avx2")
+        return [
+            leaf
+            for each in (None, products)
+            for leaf in ModelSpec(TINY, BF16, products=each, devices=devices, **options).leaves.values()
+        ]
+
+    def shared(found: list[Leaf]) -> bool:
+        half = len(found) // 2
+        return all(one is other for one, other in zip(found[:half], found[half:], strict=True))
+
+    assert shared(leaves(None)) and shared(leaves(None, quantized=True))
+    assert not shared(leaves(2))
+    first, packed = (ModelSpec(TINY, BF16, stored=STORED, order=order).leaves for order in ("pairs", "fours"))
+    assert first["layers.0.down"] != packed["layers.0.down"]
 
 
 def test_leaves_of_several_devices_are_not_kept(tmp_path: Path) -> None:
