@@ -48,7 +48,8 @@ class PromptImage(Immutable):
 
     digest: sha256, in hexadecimal, of everything that its tiles depend on: the source's bytes and the processor's
         options. Features and cached prefixes are shared between pictures of the same digest.
-    tiles: uint8 `[tiles, height, width, 3]`; the scheduler does not read them.
+    tiles: uint8 `[tiles, height, width, 3]`, or one `[height, width, 3]` for each if they differ in size; the
+        scheduler does not read them.
     spans: (start, length) for each tile: the prompt's positions that its features replace, in ascending order.
     """
 

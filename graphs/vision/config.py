@@ -1,6 +1,8 @@
-"""The shapes of vision towers: SigLIP's over square tiles, and those over patches of a picture of any proportions."""
+"""The shapes of vision towers: SigLIP's over square tiles, those over patches of a picture of any proportions, and
+that of DeepSeek-OCR-2 over tiles of two sizes."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 CHANNELS = 3  # of pictures
 NO_LAYERS, WINDOW_LAYERS, ALL_LAYERS = "none", "sliding_attention", "all"  # of the decoder
@@ -271,3 +273,104 @@ class PatchConfig:
         if grid is None or (self.pooled is not None and max(grid) * self.merge_size > self.position_side):
             return None
         return grid[0] * grid[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepEncoderConfig:
+    """The tower of DeepSeek-OCR-2: SAM's encoder, convolutions, and a Qwen2 with learned queries (`deep_encoder`).
+
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, layer_norm_eps: of the first stage.
+    patch_size: side of a patch, pixels. window: side of a window, patches.
+    whole_layers: of the first stage, that see the whole tile.
+    neck_size, middle_size: features inside the convolutions.
+    encoder_size, encoder_mlp_size, encoder_layers, encoder_heads, encoder_key_heads, encoder_eps, rope_theta: of the
+        second stage.
+    text_size: features of a token in the decoder.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    layer_norm_eps: float
+    patch_size: int
+    window: int
+    whole_layers: tuple[int, ...]
+    neck_size: int
+    middle_size: int
+    encoder_size: int
+    encoder_mlp_size: int
+    encoder_layers: int
+    encoder_heads: int
+    encoder_key_heads: int
+    encoder_eps: float
+    rope_theta: float
+    text_size: int
+
+    # Queries of a tile: of a part of the picture, and of the view of the whole. Checkpoints have these two tables.
+    crop_tokens: ClassVar[int] = 144
+    view_tokens: ClassVar[int] = 256
+    merged: ClassVar[int] = 16  # patches of a token
+    place_tokens: ClassVar[int] = 48  # of a place of the feature buffer; divides `crop_tokens`
+    crop_side: ClassVar[int] = 48  # patches in a row
+    view_side: ClassVar[int] = 64
+    axes: ClassVar[tuple[int, ...]] = ()  # the decoder's keys and queries turn by their places in the prompt
+    sees_ahead: ClassVar[str] = NO_LAYERS
+    blank_token: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
+                f"{self.num_attention_heads}"
+            )
+        if self.encoder_heads % self.encoder_key_heads or self.encoder_size % (2 * self.encoder_heads):
+            raise ValueError(
+                f"hidden_size = {self.encoder_size} of the second stage is not a multiple of twice "
+                f"num_attention_heads = {self.encoder_heads}, or these are none of num_key_value_heads = "
+                f"{self.encoder_key_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Of the first stage."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def encoder_head_dim(self) -> int:
+        """Of the second stage."""
+        return self.encoder_size // self.encoder_heads
+
+    @property
+    def crop_patches(self) -> int:
+        """Of a tile that shows a part of the picture."""
+        return self.crop_side * self.crop_side
+
+    @property
+    def view_patches(self) -> int:
+        """Of the tile that shows the whole picture."""
+        return self.view_side * self.view_side
+
+    @property
+    def tile_tokens(self) -> dict[int, int]:
+        """Tokens of a tile in the prompt by its patches. A separator follows the view of the whole picture."""
+        return {self.crop_patches: self.crop_tokens, self.view_patches: self.view_tokens + 1}
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of a token in the feature buffer."""
+        return self.text_size
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Rows and columns of tokens by which the decoder's keys and queries turn: none, see `axes`."""
+        return None
+
+    def tokens_of(self, shape: tuple[int, ...]) -> int | None:
+        """Tokens of a tile of this shape; None if it does not fit the tower."""
+        for side in (self.crop_side, self.view_side):
+            if shape == (side * self.patch_size, side * self.patch_size, CHANNELS):
+                return self.tile_tokens[side * side]
+        return None
+
+
+TowerConfig = VisionConfig | PatchConfig | DeepEncoderConfig

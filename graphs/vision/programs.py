@@ -5,20 +5,24 @@ from types import ModuleType
 import jax.numpy as jnp
 
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.vision import gemma4, glm_ocr, qwen_vl, siglip
-from xla_engine.graphs.vision.config import PatchConfig
-from xla_engine.graphs.vision.layers import Config, Shapes, layer_programs
+from xla_engine.graphs.vision import deep_encoder, gemma4, glm_ocr, qwen_vl, siglip
+from xla_engine.graphs.vision.config import DeepEncoderConfig, PatchConfig, TowerConfig
+from xla_engine.graphs.vision.layers import Shapes, layer_programs
 
 
-def leaf_shapes(c: Config) -> Shapes:
+def leaf_shapes(c: TowerConfig) -> Shapes:
     """The shapes of a tower's leaves by name."""
+    if isinstance(c, DeepEncoderConfig):
+        return deep_encoder.leaf_shapes(c)
     if isinstance(c, PatchConfig):
         return _ends(c).leaf_shapes(c)
     return siglip.leaf_shapes(c)
 
 
-def tower_programs(c: Config, dtype: jnp.dtype, rows: int, part: int) -> list[Program]:
+def tower_programs(c: TowerConfig, dtype: jnp.dtype, rows: int, part: int) -> list[Program]:
     """The programs for pictures of at most `rows` patches, of which layers take `part` a call."""
+    if isinstance(c, DeepEncoderConfig):
+        return deep_encoder.tower_programs(c, dtype, rows, part)
     if isinstance(c, PatchConfig):
         first, *rest = _ends(c).end_programs(c, dtype, rows, part)
     else:

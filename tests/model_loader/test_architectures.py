@@ -27,7 +27,6 @@ from xla_engine.runner.vision_tower import TowerSlices
 # name -> words of the refusal
 REFUSALS = {
     "Phi-4-mini-flash": "Use Phi-4-mini",
-    "DeepSeek-OCR-2": "two vision towers.*Use PaddleOCR-VL",
     "granite-for-docling-500m": "Use Granite-Docling 258M",
 }
 

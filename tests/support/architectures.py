@@ -154,6 +154,14 @@ KIMI = config("KimiLinearForCausalLM", "kimi_linear", 2304, 9216, 27, 32, 32, 16
 del KIMI["max_position_embeddings"]
 
 # name -> configuration; those of the table of the issue about this year's models
+# The decoder of DeepSeek-OCR-2, whose published file has these fields twice.
+DEEPSEEK_OCR_TEXT = (
+    {"hidden_size": 1280, "intermediate_size": 6848, "num_hidden_layers": 12, "num_attention_heads": 10}
+    | {"num_key_value_heads": 10, "vocab_size": 129280, "max_position_embeddings": 8192}
+    | {"moe_intermediate_size": 896, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2}
+    | {"num_experts_per_tok": 6, "topk_group": 1, "topk_method": "greedy"}
+    | {"bos_token_id": 0, "eos_token_id": 1}
+)
 PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "Qwen3.5-35B-A3B": within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE),
     "gemma-4-E2B-it": gemma4(
@@ -421,10 +429,47 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
         "granite_docling",
         config("", "granite_docling_text", 1024, 2048, 28, 16, 4, 133800, 32768),
     ),
-    "DeepSeek-OCR-2": within(
-        "DeepseekOCR2ForCausalLM",
-        "deepseek_vl_v2",
-        config("", "deepseek_v2", 1280, 6848, 12, 10, 10, 129280, 8192),
+    "DeepSeek-OCR-2": {
+        "architectures": ["DeepseekOCR2ForCausalLM"],
+        "model_type": "deepseek_vl_v2",
+        "auto_map": {"AutoModel": "modeling_deepseekocr2.DeepseekOCR2ForCausalLM"},
+        "candidate_resolutions": [[1024, 1024]],
+        "global_view_pos": "head",
+        "tile_tag": "2D",
+        "language_config": DEEPSEEK_OCR_TEXT
+        | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+        | {"first_k_dense_replace": 1, "kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": 0}
+        | {"lm_head": True, "qk_rope_head_dim": 0, "rm_head": False, "use_mla": False, "v_head_dim": 0},
+        **DEEPSEEK_OCR_TEXT,
+        "projector_config": {"input_dim": 896, "n_embed": 1280, "projector_type": "linear"},
+        "vision_config": {
+            "image_size": 1024,
+            "mlp_ratio": 3.7362,
+            "model_name": "deepencoderv2",
+            "model_type": "vision",
+            "width": {
+                "qwen2-0-5b": {"dim": 896},
+                "sam_vit_b": {"downsample_channels": [512, 1024], "global_attn_indexes": [2, 5, 8, 11]}
+                | {"heads": 12, "layers": 12, "width": 768},
+            },
+        },
+    },
+    "DeepSeek-OCR-2-hf": within(
+        "DeepseekOcr2ForConditionalGeneration",
+        "deepseek_ocr2",
+        DEEPSEEK_OCR_TEXT
+        | {"model_type": "deepseek_ocr2_text", "mlp_layer_types": ["dense", *["sparse"] * 11]}
+        | {"head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6, "routed_scaling_factor": 1.0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        image_token_id=128815,
+        vision_config={
+            "model_type": "deepseek_ocr2_vision",
+            "sam_config": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+            | {"global_attn_indexes": [2, 5, 8, 11], "downsample_channels": [512, 896], "mlp_dim": 3072},
+            "encoder_config": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
+            | {"num_key_value_heads": 2, "intermediate_size": 4864, "rms_norm_eps": 1e-6}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "vocab_size": 1},
+        },
     ),
     "starcoder2-3b": config(
         "Starcoder2ForCausalLM", "starcoder2", 3072, 12288, 30, 24, 2, 49152, 16384, sliding_window=4096

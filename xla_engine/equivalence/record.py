@@ -11,6 +11,7 @@ with a RecordError that says where and why.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
@@ -348,10 +349,12 @@ def _rows(rows: Any, names: Sequence[str]) -> list[tuple[Any, ...]]:
 
 
 def _image_to_json(image: PromptImage) -> dict[str, Any]:
-    """The tiles' bytes are compressed, in base64."""
-    tiles = np.ascontiguousarray(image.tiles)
-    packed = b64encode(zlib.compress(tiles.tobytes())).decode()
-    return {"digest": image.digest, "spans": image.spans, "shape": tiles.shape, "tiles": packed}
+    """The tiles' bytes are compressed, in base64. shape: of all together, or of each if they differ."""
+    tiles = list(map(np.ascontiguousarray, image.tiles))
+    shapes = [tile.shape for tile in tiles]
+    packed = b64encode(zlib.compress(b"".join(tile.tobytes() for tile in tiles))).decode()
+    shape = (len(tiles), *shapes[0]) if len(set(shapes)) == 1 else shapes
+    return {"digest": image.digest, "spans": image.spans, "shape": shape, "tiles": packed}
 
 
 def _image(row: Any) -> PromptImage:
@@ -360,7 +363,13 @@ def _image(row: Any) -> PromptImage:
     except zlib.error as error:
         raise ValueError(f"tiles: {error}") from error
     spans = tuple((start, length) for start, length in map(_numbers, row["spans"]))
-    tiles = np.frombuffer(raw, np.uint8).reshape(_numbers(row["shape"]))
+    pixels, shape = np.frombuffer(raw, np.uint8), _kind(row["shape"], list, "shape")
+    if all(isinstance(each, list) for each in shape):
+        shapes = list(map(_numbers, shape))
+        parts = np.split(pixels, np.cumsum(list(map(math.prod, shapes)))[:-1])
+        tiles: Any = tuple(part.reshape(own) for part, own in zip(parts, shapes, strict=True))
+    else:
+        tiles = pixels.reshape(_numbers(shape))
     return PromptImage(digest=_kind(row["digest"], str, "digest"), tiles=tiles, spans=spans)
 
 

@@ -46,11 +46,14 @@ def answer(
     resizes: list[list[int]] | None = None,
     tile: list[int] | None = None,
     resample: int = 0,
+    view: list[Any] | None = None,
 ) -> dict[str, Any]:
     """The upright size of a picture; with `resizes`, its tiles.
 
     data: base64. size: the upright size that the caller expects. resizes: sizes, in order; the picture of the last one
     is cut into tiles, rows from the top, and if there are several, a copy of the size of one tile follows.
+    view: side of a tile, size of the copy of the picture in its middle, and colour of the margins; this tile follows
+    instead. Then there may be no resizes, and no other tiles.
     """
     try:
         file = base64.b64decode(data)
@@ -62,9 +65,11 @@ def answer(
         del image
         if list(upright.size) != size:
             raise RefusedError("its pixels are turned otherwise than its header says")
+        behind = None if view is None else within_margins(upright, *view, resample=resample)
         for each in resizes:
             upright = upright.resize((each[0], each[1]), resample=resample)
-        return {"tiles": base64.b64encode(cut(upright, (tile[0], tile[1]), resample)).decode("ascii")}
+        tiles = cut(upright, (tile[0], tile[1]), resample, behind) if resizes or behind is None else behind
+        return {"tiles": base64.b64encode(tiles).decode("ascii")}
     except RefusedError as error:
         return {"error": str(error), "large": error.is_large}
     except MemoryError:
@@ -145,14 +150,27 @@ def _rgb(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-def cut(whole: Image.Image, tile: tuple[int, int], resample: int) -> bytes:
-    """uint8 `[tiles, height, width, 3]`. tile: width and height of one."""
+def within_margins(
+    picture: Image.Image, side: int, size: list[int], colour: list[int], *, resample: int
+) -> bytes:
+    """uint8 `[side, side, 3]`: a copy of the picture of this size in the middle of a square."""
+    square = Image.new("RGB", (side, side), tuple(colour))
+    copy = picture.resize((size[0], size[1]), resample=resample)
+    square.paste(copy, ((side - size[0]) // 2, (side - size[1]) // 2))
+    return square.tobytes()
+
+
+def cut(whole: Image.Image, tile: tuple[int, int], resample: int, behind: bytes | None = None) -> bytes:
+    """uint8 `[tiles, height, width, 3]`. tile: width and height of one. behind: a last tile of another size, instead
+    of a copy of the whole."""
     (width, height), (across, down) = whole.size, tile
     tiles = [
         whole.crop((left, top, left + across, top + down)).tobytes()
         for top in range(0, height, down)
         for left in range(0, width, across)
     ]
-    if len(tiles) > 1:
+    if behind is not None:
+        tiles.append(behind)
+    elif len(tiles) > 1:
         tiles.append(whole.resize(tile, resample=resample).tobytes())
     return b"".join(tiles)

@@ -11,10 +11,13 @@ import numpy as np
 
 from xla_engine.errors import ConfigError, ImageTooLargeError, InvalidImageError
 from xla_engine.graphs.vision.config import BUCKETS
-from xla_engine.images.processor import Grid, PatchProcessor, Processor
+from xla_engine.images.grid import Grid
+from xla_engine.images.processor import PatchProcessor, Processor
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 from xla_engine.utils.extras import install
 
+# uint8 `[tiles, height, width, 3]`; or one `[height, width, 3]` for each, if they differ in size.
+Tiles = np.ndarray[Any, np.dtype[np.uint8]] | tuple[np.ndarray[Any, np.dtype[np.uint8]], ...]
 CPU_LIMIT_S = 30.0  # processor time of one picture
 
 
@@ -57,21 +60,28 @@ class ImageDecoder:
                 )
         return grid
 
-    def tiles(self, data: bytes, grid: Grid | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The picture's tiles: uint8 `[tiles, height, width, 3]`. grid: from `grid`, if the caller has it.
+    def tiles(self, data: bytes, grid: Grid | None = None) -> Tiles:
+        """The picture's tiles. grid: from `grid`, if the caller has it.
 
         Raises InvalidImageError or ImageTooLargeError, which say why.
         """
         grid = self.grid(data) if grid is None else grid
-        width, height = grid.tile
+        view = grid.view
         found = self._ask(
             data,
             size=grid.picture,
-            resizes=[grid.resized, grid.whole],
+            resizes=[grid.resized, grid.whole] if view is None else [grid.whole] * (grid.rows > 0),
             tile=grid.tile,
             resample=self.processor.resample,
+            **({} if view is None else {"view": [view.side, view.copy, view.colour]}),
         )
-        return np.frombuffer(base64.b64decode(found["tiles"]), np.uint8).reshape(grid.tiles, height, width, 3)
+        pixels = np.frombuffer(base64.b64decode(found["tiles"]), np.uint8)
+        if view is None:
+            width, height = grid.tile
+            return pixels.reshape(grid.tiles, height, width, 3)
+        ends = np.cumsum([3 * width * height for width, height in grid.sizes])[:-1]
+        parts = zip(np.split(pixels, ends), grid.sizes, strict=True)
+        return tuple(part.reshape(height, width, 3) for part, (width, height) in parts)
 
     def close(self) -> None:
         self._process.stop()

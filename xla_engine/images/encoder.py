@@ -9,7 +9,8 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.images.decoder import ImageDecoder, ImageLimits
-from xla_engine.images.processor import Grid, read_image_processor
+from xla_engine.images.grid import Grid
+from xla_engine.images.processor import read_image_processor
 from xla_engine.images.prompt import ImagePrompt, image_prompt, prompt_form
 from xla_engine.images.tower import check_processor, tower_of
 from xla_engine.model_loader.json_fields import Fields
@@ -58,7 +59,7 @@ class ImageEncoder:
 
     def tokens(self, grid: Grid) -> int:
         """Rows of features of a picture: its tokens in a prompt."""
-        return grid.tiles * (grid.tokens or self.config.place_tokens)
+        return sum(grid.tile_tokens(self.config.place_tokens))
 
     def prompt(self, text: str, grids: Sequence[Grid]) -> ImagePrompt:
         """The token ids of a text with one mark for each picture, as `<image>`, and where their features go.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xla_engine.errors import CheckpointError, InvalidImageError, InvalidRequestError
-from xla_engine.images.decoder import ImageDecoder, ImageLimits
+from xla_engine.images.decoder import ImageDecoder, ImageLimits, Tiles
 from xla_engine.images.processor import read_image_processor
 from xla_engine.images.prompt import PlacedPicture, PromptForm, image_prompt, prompt_form
 from xla_engine.images.sources import ImageAccess, ImageSources
@@ -23,8 +23,6 @@ from xla_engine.prompts import Picture, PicturedPrompt
 from xla_engine.text.tokenizer import Tokenizer
 
 MAX_PICTURES = 16  # of a prompt
-
-Tiles = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class PictureReader:
@@ -133,7 +131,7 @@ class PictureReader:
         )
 
     def tiles(self, picture: PlacedPicture) -> Tiles:
-        """A picture's tiles: uint8 `[tiles, height, width, 3]`. Raises InvalidImageError, which names the picture."""
+        """A picture's tiles, see `Tiles`. Raises InvalidImageError, which names the picture."""
         return _named(picture.name, self.decoder.tiles, picture.file, picture.grid)
 
     def close(self) -> None:
@@ -144,7 +142,10 @@ class PictureReader:
 
 def tiles_sha256(tiles: Tiles) -> str:
     """The hash of a picture's tiles that results show: another one means other pixels, not another model."""
-    return hashlib.sha256(np.ascontiguousarray(tiles).tobytes()).hexdigest()
+    found = hashlib.sha256()
+    for tile in tiles:
+        found.update(np.ascontiguousarray(tile).tobytes())
+    return found.hexdigest()
 
 
 def _named(name: str, call: Any, *arguments: Any) -> Any:

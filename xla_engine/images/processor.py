@@ -1,9 +1,10 @@
 """How a checkpoint cuts a picture into tiles and scales its values, as its preprocessor_config.json says.
 
-Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL, PaddleOCR-VL,
-GLM-OCR and Gemma 4 one in its proportions. Sizes and values are those of transformers' PIL backend
-(`image_processing_pil_{idefics3,gemma3,qwen2_vl,paddleocr_vl,glm46v,gemma4}.py`). With torchvision installed
-transformers prefers that, and then its pixels differ by up to two steps of 255.
+Idefics3 and SmolVLM make tiles of a grid, DeepSeek-OCR-2 too, with a larger view of the whole picture, Gemma 3 makes
+one tile of each picture, and Qwen3-VL, PaddleOCR-VL, GLM-OCR and Gemma 4 one in its proportions. Sizes and values are
+those of transformers' PIL backend
+(`image_processing_pil_{idefics3,deepseek_ocr2,gemma3,qwen2_vl,paddleocr_vl,glm46v,gemma4}.py`). With torchvision
+installed transformers prefers that, and then its pixels differ by up to two steps of 255.
 """
 
 import math
@@ -15,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from xla_engine.graphs.vision.config import SOFT_TOKENS
+from xla_engine.images.grid import Grid
+from xla_engine.images.views import ViewProcessor
 from xla_engine.model_loader.json_fields import Fields, read_json
 
 PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor", "Gemma3ImageProcessor")
@@ -98,31 +101,28 @@ _SOFT_DEFAULTS = {  # transformers' own
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """How one picture is cut. Sizes are (width, height) in pixels.
-
-    picture: its upright size. resized: after the first resize. whole: after the second; what is cut into tiles.
-    tokens: of a tile in the prompt; None: as many as the tower makes of any.
-    rows, columns: of tiles. Both are 0 if the picture is a single tile, `whole`; otherwise a small copy of the whole
-    picture follows as the last tile.
-    """
-
-    picture: tuple[int, int]
-    resized: tuple[int, int]
-    whole: tuple[int, int]
-    rows: int
-    columns: int
-    tokens: int | None = None
-
-    @property
-    def tiles(self) -> int:
-        return self.rows * self.columns + 1
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """The size of a tile."""
-        return self.whole[0] // max(self.columns, 1), self.whole[1] // max(self.rows, 1)
+_VIEW_KIND = "DeepseekOcr2ImageProcessor"
+_VIEW_PUBLISHED = (
+    "DeepseekVLV2Processor"  # processor_class of the published file, which has no image_processor_type
+)
+_VIEW_CROPS = ("min_patches", "max_patches")
+_VIEW_READ = (*_READ, *_VIEW_CROPS, "tile_size", "crop_to_patches", "background_color")
+# Beside `_IGNORED`, what only the published code reads: names of tokens, and sizes that its tower has anyway.
+_VIEW_IGNORED = (
+    *(*_IGNORED, "default_to_square", "auto_map", "patch_size", "downsample_ratio", "candidate_resolutions"),
+    *("add_special_token", "ignore_id", "image_token", "mask_prompt", "normalize", "pad_token", "sft_format"),
+)
+_VIEW_DEFAULTS = {  # transformers' own
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "size": {"height": 1024, "width": 1024},
+    "tile_size": 768,
+    "min_patches": 2,
+    "max_patches": 6,
+    "background_color": [127] * 3,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +247,7 @@ class SoftTokenProcessor:
         )
 
 
-Processor = ImageProcessor | PatchProcessor | SoftTokenProcessor
+Processor = ImageProcessor | PatchProcessor | SoftTokenProcessor | ViewProcessor
 
 
 def most_tokens(processor: Processor) -> int | None:
@@ -276,7 +276,7 @@ def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = 
 
     overrides: replaces fields, as vLLM's `mm_processor_kwargs` does: `size` and `do_image_splitting`; of Gemma 3
         `do_pan_and_scan`, which can only be false; with patches `size`, or `min_pixels` and `max_pixels`; of Gemma 4
-        `max_soft_tokens`.
+        `max_soft_tokens`; of DeepSeek-OCR-2 `min_patches` and `max_patches`.
 
     Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
     change the pixels.
@@ -288,6 +288,8 @@ def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = 
             return _read_patch_processor(fields, patches, overrides)
     if kind in [_SOFT_KIND + suffix for suffix in _SUFFIXES]:
         return _read_soft_processor(fields, overrides)
+    if kind in [_VIEW_KIND + suffix for suffix in _SUFFIXES]:
+        return _read_view_processor(fields, overrides)
     fields = fields.with_defaults({"rescale_factor": 1 / 255})
     known = {name + suffix: name for name in PROCESSORS for suffix in _SUFFIXES}
     if kind not in {None, *known}:
@@ -350,9 +352,12 @@ def _values(fields: Fields) -> dict[str, Any]:
 def _fields(directory: Path) -> Fields:
     own, shared = directory / "preprocessor_config.json", directory / "processor_config.json"
     if not own.is_file() and shared.is_file():
-        fields = Fields(shared, read_json(shared)).within("image_processor")
+        whole = Fields(shared, read_json(shared))
+        fields = whole.within("image_processor")
         if fields is not None:
             return fields
+        if whole.values.get("processor_class") == _VIEW_PUBLISHED:
+            return whole.with_defaults({"image_processor_type": _VIEW_KIND})
     return Fields.of_file(own)
 
 
@@ -442,6 +447,35 @@ def _read_soft_processor(fields: Fields, overrides: Mapping[str, Any] | None) ->
         patch_size=fields.integer("patch_size", high=2**10),
         merge_size=fields.integer("pooling_kernel_size", high=2**6),
         **values,
+    )
+
+
+def _read_view_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> ViewProcessor:
+    """As `read_image_processor`, for DeepSeek-OCR-2."""
+    given = Fields(Path("mm_processor_kwargs"), dict(overrides or {}))
+    for name in sorted(given.values.keys() - set(_VIEW_CROPS)):
+        given.fail(name, f"not supported for DeepSeek-OCR-2. Use {' or '.join(_VIEW_CROPS)}")
+    for name in fields.values:
+        if name not in (*_VIEW_READ, *_VIEW_IGNORED) and fields.given(name):
+            fields.fail(name, "not supported for DeepSeek-OCR-2. Use the checkpoint's own processor file")
+    if not fields.flag("crop_to_patches", default=True):
+        fields.fail("crop_to_patches", "not supported (pictures without tiles). Set it to true")
+    fields = Fields(fields.file, {**fields.values, **given.values}).with_defaults(_VIEW_DEFAULTS)
+    size = _size(fields, "size", "height", "width")
+    view = size.integer("height", high=_LONGEST)
+    if size.integer("width", high=_LONGEST) != view:
+        size.fail("width", f"must be the height, {view}: the view is square. Use the checkpoint's own file")
+    colour = fields.values["background_color"]
+    if not isinstance(colour, list) or len(colour) != 3 or any(each not in range(256) for each in colour):
+        fields.fail("background_color", "must be three numbers from 0 to 255. Correct the file")
+    most = fields.integer("max_patches", high=_MOST_TILES)
+    return ViewProcessor(
+        tile=fields.integer("tile_size", high=_LONGEST),
+        view=view,
+        min_patches=fields.integer("min_patches", high=most),
+        max_patches=most,
+        background_color=tuple(colour),
+        **_values(fields),
     )
 
 

@@ -1,7 +1,8 @@
 """Prompts with pictures: a mark in a text, as `<image>`, becomes the tokens of all tiles of the next picture.
 
-The text is expanded before it is tokenised, as in transformers (`processing_{idefics3,gemma3,gemma4}.py`), because
-some tokenizers merge the line ends around pictures. Places are found by position in the text, never by token id.
+The text is expanded before it is tokenised, as in transformers
+(`processing_{idefics3,gemma3,gemma4,deepseek_ocr2}.py`), because some tokenizers merge the line ends around pictures.
+Places are found by position in the text, never by token id.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from xla_engine.errors import CheckpointError, InvalidRequestError
-from xla_engine.images.processor import Grid
+from xla_engine.images.grid import Grid
 from xla_engine.text.tokenizer import Tokenizer
 
 _AROUND, _GLOBAL = "<fake_token_around_image>", "<global-img>"
@@ -83,7 +84,7 @@ def image_prompt(
     index = {begin: at for at, (begin, end) in enumerate(offsets) if end > begin}
     spans, width = [], len(form.token)
     for image, tile, place in runs:
-        start, length = index.get(place, len(ids)), grids[image].tokens or image_seq_len
+        start, length = index.get(place, len(ids)), grids[image].tile_tokens(image_seq_len)[tile]
         wanted = [(at, at + width) for at in range(place, place + width * length, width)]
         if list(offsets[start : start + length]) != wanted:
             raise CheckpointError(
@@ -113,7 +114,7 @@ def expand(
         for tile, head in enumerate(form.heads(grid)):
             parts.append(head)
             runs.append((image, tile, len(parts)))
-            parts.append(token * (grid.tokens or image_seq_len))
+            parts.append(token * grid.tile_tokens(image_seq_len)[tile])
         parts += [form.tail, after]
     begins = [0, *accumulate(map(len, parts))]
     return "".join(parts), [(image, tile, begins[part]) for image, tile, part in runs]
@@ -138,6 +139,11 @@ GEMMA3 = PromptForm(
 )
 
 
+def _no_heads(grid: Grid) -> list[str]:
+    """Nothing stands before the run of any tile: all are one."""
+    return [""] * grid.tiles
+
+
 def _one_token(token: str) -> PromptForm:
     """Of families whose texts have the marks around a picture already, and count its tokens by repeating one."""
     return PromptForm(token, token, lambda grid: [""], "")
@@ -151,6 +157,7 @@ _BY_TYPE = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN3_VL),
     "paddleocr_vl": _one_token("<|IMAGE_PLACEHOLDER|>"),
     "glm_ocr": _one_token("<|image|>"),
+    **dict.fromkeys(("deepseek_ocr2", "deepseek_vl_v2"), PromptForm("<image>", "<image>", _no_heads, "")),
 }
 
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
+from xla_engine.graphs.vision.config import DeepEncoderConfig, PatchConfig, TowerConfig, VisionConfig
 from xla_engine.images import NO_PICTURES
 from xla_engine.images.processor import (
     ImageProcessor,
+    PatchProcessor,
     Processor,
     SoftTokenProcessor,
     most_tokens,
     read_image_processor,
     value_table,
 )
+from xla_engine.images.views import ViewProcessor
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import VisionCheckpoint, load_vision
 from xla_engine.runner.features import places_within
@@ -61,9 +63,7 @@ def load_tower(model: ModelDescription) -> VisionTower | str:
     return tower_of(vision, processor, fingerprint, slices_of(vision.config, processor, model))
 
 
-def slices_of(
-    config: VisionConfig | PatchConfig, processor: Processor, model: ModelDescription
-) -> TowerSlices:
+def slices_of(config: TowerConfig, processor: Processor, model: ModelDescription) -> TowerSlices:
     """How the tower of a described model runs beside its decoder."""
     options = model.options
     most = places_within(config, options.image_cache_bytes or IMAGE_CACHE_BYTES) * config.place_tokens
@@ -71,12 +71,21 @@ def slices_of(
     return TowerSlices(config, most, slice_operations(model.config, options))
 
 
-def check_processor(config: VisionConfig | PatchConfig, processor: Processor) -> None:
+def check_processor(config: TowerConfig, processor: Processor) -> None:
     """Raise CheckpointError unless a processor makes what a tower reads."""
+    if isinstance(config, DeepEncoderConfig) and isinstance(processor, ViewProcessor):
+        made, size = (processor.tile, processor.view), config.patch_size
+        read = (config.crop_side * size, config.view_side * size)
+        if made != read:
+            raise CheckpointError(
+                f"the processor makes tiles of {made} pixels (tile_size, size), and the vision tower reads {read}. "
+                "Download the files again"
+            )
+        return
     soft = isinstance(config, PatchConfig) and config.pooled is not None
     if (
         isinstance(config, PatchConfig)
-        and not isinstance(processor, ImageProcessor)
+        and isinstance(processor, PatchProcessor | SoftTokenProcessor)
         and isinstance(processor, SoftTokenProcessor) == soft
     ):
         made, read = (processor.patch_size, processor.merge_size), (config.patch_size, config.merge_size)

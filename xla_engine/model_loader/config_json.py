@@ -238,8 +238,9 @@ def _family(fields: Fields) -> Family:
 
 def _text_fields(fields: Fields, family: Family) -> Fields:
     """The decoder's fields of a vision-language model, plus the quantisation, which is in the outer object, and
-    whether the head is tied, if only the outer object says so. Files of PaddleOCR-VL have no inner object."""
-    text = fields.within("text_config")
+    whether the head is tied, if only the outer object says so. Files of PaddleOCR-VL have no inner object; in those of
+    DeepSeek-OCR-2 it is `language_config`."""
+    text = fields.within("text_config") or fields.within("language_config")
     if text is None and fields.given("hidden_size"):
         return fields
     if text is None:

@@ -12,7 +12,14 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.vision.config import CHANNELS, PatchConfig, PooledForm, VisionConfig
+from xla_engine.graphs.vision.config import (
+    CHANNELS,
+    DeepEncoderConfig,
+    PatchConfig,
+    PooledForm,
+    TowerConfig,
+    VisionConfig,
+)
 from xla_engine.graphs.vision.programs import leaf_shapes
 from xla_engine.model_loader.checkpoint import check_tensors, dtype_word, stored_dtype
 from xla_engine.model_loader.config_json import transformers_model
@@ -74,6 +81,37 @@ _PATCH_DEFAULTS = {
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
 }
+_SAM_DEFAULTS = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": CHANNELS,
+    "image_size": 1024,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+    "mlp_ratio": 4.0,
+    "output_channels": 256,
+    "window_size": 14,
+    "global_attn_indexes": [2, 5, 8, 11],
+    "downsample_channels": [512, 896],
+}
+_QWEN2_DEFAULTS = {  # of Qwen2's configuration, for files that describe the second stage
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+_QWEN2_HALF = {  # Qwen2 0.5B
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+}
 _POOLED_DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -99,7 +137,7 @@ class VisionCheckpoint:
     """
 
     model_type: str
-    config: VisionConfig | PatchConfig
+    config: TowerConfig
     weights: StoredWeights
     dtype: str
     fingerprint: str
@@ -131,17 +169,19 @@ def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Visio
     )
 
 
-def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConfig | PatchConfig:
+def read_vision(fields: Fields, family: Family, text: ModelConfig) -> TowerConfig:
     """The tower that config.json describes. text: the decoder."""
     if not family.vision:
         fields.fail(
             "architectures",
             "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3 or 4, Qwen3-VL, "
-            "Qwen3.5, PaddleOCR-VL or GLM-OCR",
+            "Qwen3.5, PaddleOCR-VL, GLM-OCR or DeepSeek-OCR-2",
         )
     vision = fields.within("vision_config")
     if vision is None:
         fields.fail("vision_config", "must describe the vision tower. Download the file again")
+    if "separator" in family.vision:
+        return _read_deep_encoder(fields, vision, text)
     if "downsample" in family.vision:
         return _read_gated_tower(fields, vision, text)
     if "output_norm" in family.vision:
@@ -306,6 +346,87 @@ def _read_pooled_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Pat
     )
 
 
+def _read_deep_encoder(fields: Fields, vision: Fields, text: ModelConfig) -> DeepEncoderConfig:
+    """DeepSeek-OCR-2's. Its published file names a few sizes, and the rest is that of SAM-B and of Qwen2 0.5B."""
+    published = vision.within("width")
+    sam, encoder = vision.within("sam_config"), vision.within("encoder_config")
+    if published is not None:
+        sam, encoder = published.within("sam_vit_b"), published.within("qwen2-0-5b")
+    if sam is None or encoder is None:
+        names = "width.sam_vit_b and width.qwen2-0-5b" if published else "sam_config and encoder_config"
+        vision.fail(
+            "width" if published else "sam_config", f"{names} must describe the two stages. Correct the file"
+        )
+    if published is not None:
+        sizes = {"hidden_size": sam.values.get("width"), "num_hidden_layers": sam.values.get("layers")}
+        own = {"num_attention_heads": sam.values.get("heads"), "image_size": vision.values.get("image_size")}
+        given = {name: value for name, value in (sizes | own).items() if value is not None}
+        # The published code has a middle size of its own: the file says another, which nothing reads.
+        sam = Fields(sam.file, {**sam.values, **given, "downsample_channels": [512, 896]})
+        encoder = Fields(encoder.file, {**_QWEN2_HALF, "hidden_size": encoder.integer("dim", high=2**16)})
+    sam, encoder = sam.with_defaults(_SAM_DEFAULTS), encoder.with_defaults(_QWEN2_DEFAULTS)
+    _check_tower(sam, "num_channels", "gelu")
+    _check_tower(encoder, None, "silu")
+    for name in ("qkv_bias", "use_abs_pos", "use_rel_pos"):
+        if not sam.flag(name, default=True):
+            sam.fail(name, "not supported. Use a checkpoint with true")
+    if encoder.flag("use_sliding_window", default=False):
+        encoder.fail("use_sliding_window", "not supported (windowed attention). Use a checkpoint with false")
+    size, patch = sam.integer("image_size", high=2**16), sam.integer("patch_size", high=2**10)
+    if size != DeepEncoderConfig.view_side * patch:
+        sam.fail(
+            "image_size", f"must be {DeepEncoderConfig.view_side} patches of {patch} pixels. Correct the file"
+        )
+    width, layers = sam.integer("hidden_size", high=2**16), sam.integer("num_hidden_layers", high=2**9)
+    whole = sam.values["global_attn_indexes"]
+    if not isinstance(whole, list) or any(type(each) is not int or not 0 <= each < layers for each in whole):
+        sam.fail("global_attn_indexes", f"must be a list of the {layers} layers. Correct the file")
+    channels = sam.values["downsample_channels"]
+    second = encoder.integer("hidden_size", high=2**16)
+    if (
+        not isinstance(channels, list)
+        or len(channels) != 2
+        or type(channels[0]) is not int
+        or not 0 < channels[0] < 2**16
+        or channels[1] != second
+    ):
+        sam.fail(
+            "downsample_channels", f"must be a number and {second}, the second stage's size. Correct the file"
+        )
+    mlp = width * sam.number("mlp_ratio", high=64.0)
+    try:
+        return DeepEncoderConfig(
+            hidden_size=width,
+            intermediate_size=sam.integer("mlp_dim", high=2**16, default=int(mlp)),
+            num_hidden_layers=layers,
+            num_attention_heads=sam.integer("num_attention_heads", high=2**16),
+            layer_norm_eps=sam.number("layer_norm_eps", high=1.0),
+            patch_size=patch,
+            window=sam.integer("window_size", high=DeepEncoderConfig.crop_side),
+            whole_layers=tuple(sorted(set(whole))),
+            neck_size=sam.integer("output_channels", high=2**16),
+            middle_size=channels[0],
+            encoder_size=second,
+            encoder_mlp_size=encoder.integer("intermediate_size", high=2**16),
+            encoder_layers=encoder.integer("num_hidden_layers", high=2**9),
+            encoder_heads=encoder.integer("num_attention_heads", high=2**16),
+            encoder_key_heads=encoder.integer("num_key_value_heads", high=2**16),
+            encoder_eps=encoder.number("rms_norm_eps", high=1.0),
+            rope_theta=_encoder_theta(encoder),
+            text_size=text.hidden_size,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+
+
+def _encoder_theta(encoder: Fields) -> float:
+    """The base of the rotary embedding of DeepSeek-OCR-2's second stage."""
+    rope = encoder.within("rope_parameters") or encoder
+    if rope.values.get("rope_type") not in (None, "default"):
+        rope.fail("rope_type", 'only "default" is supported. Use such a checkpoint')
+    return rope.number("rope_theta", high=1e15, default=10000.0)
+
+
 def _check_features(vision: Fields, text: ModelConfig) -> None:
     """Raise CheckpointError unless a tower makes what the decoder reads."""
     if vision.integer("out_hidden_size", high=2**20) != text.hidden_size:
@@ -380,13 +501,15 @@ def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def vision_sources(config: VisionConfig | PatchConfig, family: Family) -> dict[str, tuple[Source, ...]]:
+def vision_sources(config: TowerConfig, family: Family) -> dict[str, tuple[Source, ...]]:
     """For every leaf of the tower, the checkpoint tensors stacked in it."""
     assert family.vision is not None
     stored = _stored_forms(config)
     sources = {}
     for leaf, shape in leaf_shapes(config).items():
-        _, index, kind = leaf.split(".") if "." in leaf else ("", "", leaf)
+        group, _, kind = leaf.rpartition(".")
+        index = group.partition(".")[2]
+        kind = leaf if group == "neck" else f"encoder.{kind}" if group.startswith("encoder.") else kind
         names = family.vision[kind]
         rest, convert = stored.get(kind, (shape[1:], None))
         own = (math.prod(shape) // math.prod(rest) // len(names), *rest)
@@ -404,9 +527,17 @@ def vision_sources(config: VisionConfig | PatchConfig, family: Family) -> dict[s
     return sources
 
 
-def _stored_forms(config: VisionConfig | PatchConfig) -> dict[str, tuple[tuple[int, ...], Convert | None]]:
+def _stored_forms(config: TowerConfig) -> dict[str, tuple[tuple[int, ...], Convert | None]]:
     """By the names of leaves whose rows are stored in another form: the shape of a row, and what converts blocks."""
     size = config.patch_size
+    if isinstance(config, DeepEncoderConfig):
+        inputs = {"mix": config.neck_size, "halve": config.neck_size, "quarter": config.middle_size}
+        return {
+            "patch": ((CHANNELS, size, size), None),
+            "positions": ((config.view_side, config.view_side, config.hidden_size), None),
+            "neck.narrow": ((config.hidden_size, 1, 1), None),
+            **{f"neck.{name}": ((count, 3, 3), _by_patch) for name, count in inputs.items()},
+        }
     if not isinstance(config, PatchConfig):
         return {"patch": ((CHANNELS, size, size), None)}
     if config.pooled is not None:

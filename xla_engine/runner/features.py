@@ -12,24 +12,24 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory, Program, program_name
-from xla_engine.graphs.vision.config import NO_LAYERS, WINDOW_LAYERS, PatchConfig, VisionConfig
+from xla_engine.graphs.vision.config import NO_LAYERS, WINDOW_LAYERS, TowerConfig
 from xla_engine.runner.vision_tower import PartlyEncoded, VisionTower
 from xla_engine.scheduler import Chunk, Encode
 
 STORE = "store_features"
 
 
-def place_bytes(config: VisionConfig | PatchConfig) -> int:
+def place_bytes(config: TowerConfig) -> int:
     """Of one place of the buffer."""
     return 4 * config.place_tokens * config.feature_size
 
 
-def places_within(config: VisionConfig | PatchConfig, num_bytes: int) -> int:
+def places_within(config: TowerConfig, num_bytes: int) -> int:
     """The places of a buffer with this room, one at least."""
     return max(num_bytes // place_bytes(config), 1)
 
 
-def with_lanes_for(vision: VisionConfig | PatchConfig, tokens: int, config: EngineConfig) -> EngineConfig:
+def with_lanes_for(vision: TowerConfig, tokens: int, config: EngineConfig) -> EngineConfig:
     """Options whose largest prefill call has room for a tile, if its positions see each other and run in one call.
 
     tokens: the most of a tile.

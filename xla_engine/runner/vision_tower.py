@@ -7,6 +7,7 @@ that is measured. The calls themselves do not depend on the decoder, so the bits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,17 +20,9 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, program_name
 from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.rope import cosines_and_sines, power
-from xla_engine.graphs.vision.config import CHANNELS, PatchConfig
-from xla_engine.graphs.vision.layers import (
-    EMBED,
-    HEADS,
-    LAYER,
-    PROJECT,
-    ROWS,
-    TAP,
-    Config,
-    rows_of_part,
-)
+from xla_engine.graphs.vision.config import CHANNELS, DeepEncoderConfig, PatchConfig, TowerConfig
+from xla_engine.graphs.vision.deep_encoder import NECK, QUERY_LAYER
+from xla_engine.graphs.vision.layers import EMBED, HEADS, LAYER, PROJECT, ROWS, TAP, rows_of_part
 from xla_engine.graphs.vision.programs import leaf_shapes, tower_programs
 from xla_engine.model_loader.weights import DTYPES
 
@@ -58,8 +51,10 @@ def slice_operations(model: ModelConfig, options: EngineConfig) -> float:
     return weights * options.chunk_size * options.prefill_lanes[-1]
 
 
-def operations(c: Config, kind: str, rows: int, part: int) -> int:
+def operations(c: TowerConfig, kind: str, rows: int, part: int) -> int:
     """Of a call of a program for `rows` patches, or for `part` of them."""
+    if isinstance(c, DeepEncoderConfig):
+        return _deep_operations(c, kind, rows, part)
     d, inner = c.hidden_size, c.num_attention_heads * c.head_dim
     if kind == EMBED:
         return 2 * rows * d * CHANNELS * c.frames * c.patch_size * c.patch_size
@@ -81,39 +76,66 @@ def operations(c: Config, kind: str, rows: int, part: int) -> int:
     return 2 * rows // c.merged * joined * c.text_size
 
 
+def _deep_operations(c: DeepEncoderConfig, kind: str, rows: int, part: int) -> int:
+    """`operations` of DeepSeek-OCR-2's tower."""
+    d, tokens = c.hidden_size, rows // c.merged
+    length, inner = 2 * tokens, c.encoder_heads * c.encoder_head_dim
+
+    def layer(queries: int, keys: int) -> int:
+        """The rest of a layer of the first stage for so many rows, of which each sees `keys`."""
+        return 2 * queries * d * (d + 2 * c.intermediate_size) + queries * keys * (
+            4 * d + _SCORE * c.num_attention_heads
+        )
+
+    found = {
+        EMBED: 2 * rows * d * CHANNELS * c.patch_size * c.patch_size,
+        LAYER: 6 * rows * d * d + layer(rows, c.window * c.window),
+        HEADS: 6 * rows * d * d,
+        ROWS: layer(part, rows),
+        NECK: 2 * rows * c.neck_size * (d + 9 * c.neck_size)
+        + 18 * c.middle_size * tokens * (4 * c.neck_size + c.encoder_size),
+        QUERY_LAYER: 2 * length * c.encoder_size * (2 * inner + 3 * c.encoder_mlp_size)
+        + 4 * length * c.encoder_size * c.encoder_key_heads * c.encoder_head_dim
+        + length * length * (4 * inner + _SCORE * c.encoder_heads),
+        PROJECT: 2 * tokens * c.encoder_size * c.text_size,
+    }
+    return found[kind]
+
+
 class TowerSlices:
     """How the pictures of a tower are cut into slices.
 
     parts: for each size of its programs, in patches, the rows that a call of a layer takes.
     """
 
-    def __init__(self, config: Config, most_tokens: int | None = None, limit: float | None = None) -> None:
+    def __init__(
+        self, config: TowerConfig, most_tokens: int | None = None, limit: float | None = None
+    ) -> None:
         """most_tokens: of a picture; None: as many as any tower reads. limit: operations of a slice; None: each call
         is one."""
         self._config, self._limit = config, limit
-        sizes: tuple[int, ...] = config.buckets if isinstance(config, PatchConfig) else (config.patches,)
-        unit = config.place_tokens * config.merged if isinstance(config, PatchConfig) else 1
+        sizes = _sizes(config)
         most = sizes[-1] if most_tokens is None else most_tokens * config.merged
         pairs = zip((0, *sizes), sizes, strict=False)
-        self.parts = {rows: rows_of_part(rows, unit) for before, rows in pairs if before < most}
-        self._by_patches: dict[int, tuple[int, Slices]] = {}
+        self.parts = {
+            rows: rows_of_part(rows, _unit(config, rows)) for before, rows in pairs if before < most
+        }
+        self._by_tokens: dict[int, tuple[int, Slices]] = {}
         before = 0
         for rows, part in self.parts.items():
             first = before // part * part + part if isinstance(config, PatchConfig) else rows
             for patches in range(first, rows + 1, part):
-                self._by_patches[patches] = (rows, self._packed(rows, patches))
+                self._by_tokens[_tokens(config, patches)] = (rows, self._packed(rows, patches))
             before = rows
 
     @property
     def by_tokens(self) -> tuple[tuple[int, int], ...]:
         """Pairs of tokens and slices, ascending: a picture of at most that many tokens has that many slices."""
-        merged = self._config.merged
-        return tuple((most // merged, len(slices)) for most, (_, slices) in self._by_patches.items())
+        return tuple((most, len(slices)) for most, (_, slices) in self._by_tokens.items())
 
     def of(self, tokens: int) -> tuple[int, Slices]:
         """The size of the programs for a picture of that number of tokens, and its slices."""
-        patches = tokens * self._config.merged
-        return next(found for most, found in self._by_patches.items() if patches <= most)
+        return next(found for most, found in self._by_tokens.items() if tokens <= most)
 
     def _calls(self, rows: int, patches: int) -> Iterator[TowerCall]:
         """In order. Parts that have spare rows only are left out."""
@@ -121,13 +143,16 @@ class TowerSlices:
         starts, taps = range(0, patches, part), c.taps if isinstance(c, PatchConfig) else ()
         yield TowerCall(EMBED)
         for layer in range(c.num_hidden_layers):
-            if part == rows:
+            if layer not in c.whole_layers if isinstance(c, DeepEncoderConfig) else part == rows:
                 yield TowerCall(LAYER, layer)
             else:
                 yield TowerCall(HEADS, layer)
                 yield from (TowerCall(ROWS, layer, start) for start in starts)
             if layer in taps:
                 yield from (TowerCall(TAP, taps.index(layer), start) for start in starts)
+        if isinstance(c, DeepEncoderConfig):
+            yield TowerCall(NECK)
+            yield from (TowerCall(QUERY_LAYER, layer) for layer in range(c.encoder_layers))
         yield from (
             TowerCall(PROJECT, 0, start) for start in (starts if isinstance(c, PatchConfig) else (0,))
         )
@@ -143,6 +168,25 @@ class TowerSlices:
             slices[-1].append(call)
             used += needed
         return tuple(map(tuple, slices))
+
+
+def _sizes(c: TowerConfig) -> tuple[int, ...]:
+    """Rows of the programs, ascending."""
+    if isinstance(c, DeepEncoderConfig):
+        return tuple(c.tile_tokens)
+    return c.buckets if isinstance(c, PatchConfig) else (c.patches,)
+
+
+def _unit(c: TowerConfig, rows: int) -> int:
+    """Rows of a part are a multiple of this: the patches of a place of the feature buffer, or of a row of a tile."""
+    if isinstance(c, DeepEncoderConfig):
+        return math.isqrt(rows)
+    return c.place_tokens * c.merged if isinstance(c, PatchConfig) else 1
+
+
+def _tokens(c: TowerConfig, patches: int) -> int:
+    """Tokens of a picture of so many patches."""
+    return c.tile_tokens[patches] if isinstance(c, DeepEncoderConfig) else patches // c.merged
 
 
 _FIRST = ("patch", "patch_bias", "positions")  # leaves of the program before the layers
@@ -174,7 +218,7 @@ class VisionTower:
 
     def __init__(
         self,
-        config: Config,
+        config: TowerConfig,
         dtype: str,
         weights: Mapping[str, Array],
         table: Array,
@@ -211,13 +255,12 @@ class VisionTower:
         return np.concatenate(self.advance(tile, None, 0, self.stages(tile.shape)).features)[:tokens]
 
     def glance(self, tile: Array) -> tuple[jax.Array, ...]:
-        """What every program makes of a tile, with the first layer only: features for a check, in little time."""
-        calls = [
-            call
-            for of_slice in self._cut(tile.shape)[1]
-            for call in of_slice
-            if call.number == 0 or call.kind == TAP
-        ]
+        """What every program makes of a tile, with the first layer of each kind only: features for a check."""
+        calls = [call for of_slice in self._cut(tile.shape)[1] for call in of_slice]
+        first: dict[str, int] = {}
+        for call in calls:
+            first.setdefault(call.kind, call.number)
+        calls = [call for call in calls if call.kind == TAP or call.number == first[call.kind]]
         return self._run(tile, None, calls).features
 
     def tokens(self, shape: tuple[int, ...]) -> int | None:
@@ -234,6 +277,11 @@ class VisionTower:
         """Rows of features that a call at the end may return; some may be spare."""
         if isinstance(self.config, PatchConfig):
             return tuple(sorted({part // self.config.merged for part in self.slices.parts.values()}))
+        if isinstance(self.config, DeepEncoderConfig):
+            c = self.config
+            return tuple(
+                -(-c.tile_tokens[rows] // c.place_tokens) * c.place_tokens for rows in self.slices.parts
+            )
         return (self.config.tokens,)
 
     @property
@@ -244,6 +292,9 @@ class VisionTower:
             return [
                 np.zeros((side, rows // c.merged * side, CHANNELS), np.uint8) for rows in self.slices.parts
             ]
+        if isinstance(self.config, DeepEncoderConfig):
+            sides = [math.isqrt(rows) * self.config.patch_size for rows in self.slices.parts]
+            return [np.zeros((side, side, CHANNELS), np.uint8) for side in sides]
         side = self.config.image_size
         return [np.zeros((side, side, CHANNELS), np.uint8)]
 
@@ -285,6 +336,10 @@ class VisionTower:
 
         if kind == HEADS:
             return stream._replace(seen=run(f"layers.{number}", stream.x, *stream.picture))
+        if kind == NECK:
+            return stream._replace(x=run("neck", stream.x))
+        if kind == QUERY_LAYER:
+            return stream._replace(x=run(f"encoder.{number}", stream.x))
         if kind in (LAYER, ROWS):
             seen = (stream.seen, at) if kind == ROWS else ()
             return stream._replace(x=run(f"layers.{number}", stream.x, *seen, *stream.picture))

@@ -648,6 +648,30 @@ CASES |= {
             "image_end_token_id": VOCABULARY - 3,
         },
     ),
+    "deepseek_ocr2": (
+        "DeepseekOcr2ForConditionalGeneration",
+        0.35,
+        {
+            "text_config": shape(40, 4, 4, num_hidden_layers=3, vocab_size=VOCABULARY)
+            | {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 1}
+            | {"moe_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+            | {"pad_token_id": None, "topk_group": 1, "max_position_embeddings": 1024},
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 16,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 2,
+                    "mlp_dim": 20,
+                }
+                | {"image_size": 128, "patch_size": 2, "output_channels": 8, "downsample_channels": [12, 24]}
+                | {"global_attn_indexes": [1]},
+                "encoder_config": {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+                | {"num_key_value_heads": 2, "intermediate_size": 20, "vocab_size": 1},
+            },
+            "image_token_id": VOCABULARY - 2,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 _HYBRIDS = runpy.run_path(str(Path(__file__).with_name("hybrid_cases.py")))
@@ -876,6 +900,18 @@ def seen_softly(model: Any, seed: int) -> dict[str, np.ndarray]:
 
 
 @torch.inference_mode()
+def seen_crop_and_view(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """A tile with a part of a picture and one with a view of it, and their features, by DeepSeek-OCR-2."""
+    draw, size = np.random.default_rng(seed), model.config.vision_config.sam_config.patch_size
+    tiles = [draw.integers(0, 256, (side * size, side * size, 3), dtype=np.uint8) for side in (48, 64)]
+    crop, view = (
+        torch.from_numpy(tile.transpose(2, 0, 1).astype(np.float32) / 127.5 - 1)[None] for tile in tiles
+    )
+    (both,) = (each.numpy() for each in model.model.get_image_features(view, crop, [1]).pooler_output)
+    return {"tile0": tiles[0], "features0": both[:144], "tile1": tiles[1], "features1": both[144:]}
+
+
+@torch.inference_mode()
 def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
     kinds = (
@@ -890,6 +926,8 @@ def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
         return seen_patches(model, seed)
     if isinstance(model, transformers.Gemma4ForConditionalGeneration):
         return seen_softly(model, seed)
+    if isinstance(model, transformers.DeepseekOcr2ForConditionalGeneration):
+        return seen_crop_and_view(model, seed)
     kinds = ("Idefics3PreTrainedModel", "SmolVLMPreTrainedModel", "Gemma3ForConditionalGeneration")
     if not isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return {}

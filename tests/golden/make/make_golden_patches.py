@@ -5,7 +5,7 @@
 Run with the `oracle` extra and Pillow installed. The pictures are those of make_golden_images.py; the file has each
 STEPth of them by Qwen3-VL's backend: its rows and columns of patches, and a digest of the float32 `pixel_values`. Then
 for each of `PROMPTS` the text after expansion, as `Qwen3VLProcessor.replace_image_token` writes it. Then the pictures
-by each of `OTHERS` and by Gemma 4.
+by each of `OTHERS` and by Gemma 4. By DeepSeek-OCR-2, the number of tiles beside the view, and a digest of all.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ SOFT_PROCESSORS: dict[str, dict[str, Any]] = {  # of Gemma 4
     "whole": {"max_soft_tokens": 140, "patch_size": 3, "pooling_kernel_size": 2},
     "bicubic": {"max_soft_tokens": 70, "patch_size": 5, "pooling_kernel_size": 1, "resample": 1},
 }
+VIEW_PROCESSORS: dict[str, dict[str, Any]] = {  # of DeepSeek-OCR-2
+    "small": {"size": {"height": 32, "width": 32}, "tile_size": 24},
+    "whole": {"size": {"height": 50, "width": 50}, "tile_size": 40, "min_patches": 1, "max_patches": 4},
+    "bicubic": {"size": {"height": 21, "width": 21}, "tile_size": 16, "min_patches": 3, "resample": 1}
+    | {"background_color": [250, 3, 77]},
+}
 
 
 def backend(module: str) -> Any:
@@ -87,6 +93,23 @@ def seen_softly(step: int) -> list[list[Any]]:
     return found
 
 
+def seen_in_views(step: int) -> list[list[Any]]:
+    """Of each picture the number of tiles beside the view, and the digest of all, by DeepSeek-OCR-2's backend."""
+    processors = {name: backend("deepseek_ocr2")(**fields) for name, fields in VIEW_PROCESSORS.items()}
+    found = []
+    for name, kind, data in BASE.pictures(0, step):
+        picture = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+        if 2 * processors[kind].size["height"] * min(picture.size) <= max(picture.size):
+            continue  # whose view would have no pixels: transformers raises an error
+        made = processors[kind](picture, return_tensors="np")
+        (count,) = made["num_local_patches"]
+        tiles = [*made.get("pixel_values_local", ()), *made["pixel_values"]]
+        assert len(tiles) == count + 1
+        values = np.concatenate([np.asarray(tile, np.float32).reshape(-1) for tile in tiles])
+        found.append([name, int(count), BASE.digest(values)])
+    return found
+
+
 def golden(step: int = STEP) -> dict[str, Any]:
     """step: 1 for all pictures."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -103,6 +126,7 @@ def golden(step: int = STEP) -> dict[str, Any]:
         ]
         prompts.append("".join(map("".join, zip(parts, [*runs, ""], strict=True))))
     others = {module: seen(module, step) for module in OTHERS} | {"gemma4": seen_softly(step)}
+    others["deepseek_ocr2"] = seen_in_views(step)
     return {"pictures": seen("qwen2_vl", step), "prompts": prompts, **others}
 
 

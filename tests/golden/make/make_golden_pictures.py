@@ -3,13 +3,16 @@
 Writes ../images/tokens.json: for each family the prompt's token ids, the positions where features of the two tiles (or
 of the first) of golden.npz go, the 48 likeliest tokens one after the other, in float32, and the smallest gap between
 the two likeliest.
-For towers over patches, two prompts: with its first picture, and with its second and third.
+For towers over patches, two prompts: with its first picture, and with its second and third. For DeepSeek-OCR-2, a
+picture that is its view alone, and one that has a part, too.
+With names of families, only these are written anew.
 """
 
 from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +138,58 @@ def tokens_of_patches(name: str) -> list[dict[str, object]]:
     return found
 
 
+@torch.inference_mode()
+def tokens_of_crops(name: str) -> list[dict[str, object]]:
+    directory = GOLDEN / "families" / name
+    kind = transformers.DeepseekOcr2ForConditionalGeneration
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    arrays, image = np.load(directory / "golden.npz"), model.config.image_token_id
+    crop, view = (
+        torch.from_numpy(arrays[key].transpose(2, 0, 1).astype(np.float32) / 127.5 - 1)[None]
+        for key in ("tile0", "tile1")
+    )
+    found = []
+    for tiles, given in (((1,), (view,)), ((0, 1), (view, crop, [1]))):
+        (features,) = model.model.get_image_features(*given).pooler_output
+        counts = [len(arrays[f"features{at}"]) for at in tiles]
+        for seed in range(1000):
+            draw = np.random.default_rng(seed)
+            ids = draw.integers(0, 190, 5).tolist()
+            starts = np.cumsum([len(ids), *counts[:-1]]).tolist()
+            ids += [image] * len(features) + draw.integers(0, 190, 4).tolist()
+            sequence, gaps = torch.tensor([ids]), []
+            for _ in range(NEW_TOKENS):
+                embedded = model.get_input_embeddings()(sequence)
+                embedded[0, starts[0] : starts[0] + len(features)] = features
+                states = model.model.language_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+                best = model.lm_head(states[0, -1]).topk(2)
+                gaps.append(float(best.values[0] - best.values[1]))
+                sequence = torch.cat([sequence, best.indices[None, :1]], 1)
+                if gaps[-1] < 0.004:
+                    break
+            else:
+                break
+        tokens = sequence[0, len(ids) :].tolist()
+        found.append(
+            {"prompt": ids, "tiles": tiles, "starts": starts, "tokens": tokens, "smallest_gap": min(gaps)}
+        )
+    return found
+
+
+def makers() -> dict[str, Any]:
+    """By family, what makes its entry."""
+    made: dict[str, Any] = {name: lambda name=name: tokens_of(name, 2) for name in FAMILIES}
+    made["gemma3_vision, one picture"] = lambda: tokens_of("gemma3_vision", 1)
+    made |= {name: lambda name=name: tokens_of_patches(name) for name in PATCHES}
+    return made | {"deepseek_ocr2": lambda: tokens_of_crops("deepseek_ocr2")}
+
+
 if __name__ == "__main__":
-    made: dict[str, Any] = {name: tokens_of(name, 2) for name in FAMILIES}
-    made["gemma3_vision, one picture"] = tokens_of("gemma3_vision", 1)
-    made |= {name: tokens_of_patches(name) for name in PATCHES}
-    (GOLDEN / "images" / "tokens.json").write_text(json.dumps(made) + "\n")
+    file, all_makers = GOLDEN / "images" / "tokens.json", makers()
+    made: dict[str, Any] = {name: all_makers[name]() for name in sys.argv[1:] or all_makers}
+    if sys.argv[1:]:
+        made = json.loads(file.read_text()) | made
+    file.write_text(json.dumps(made) + "\n")
     for name, each in made.items():
         for one in each if isinstance(each, list) else [each]:
             print(name, one["smallest_gap"], len(set(one["tokens"])), "distinct tokens")  # type: ignore[arg-type]

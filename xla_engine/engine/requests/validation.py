@@ -172,8 +172,8 @@ class RequestValidator:
 
     def _image(self, picture: "PlacedPicture") -> PromptImage:
         assert self.pictures is not None, "a picture was placed without a reader"
-        length = picture.grid.tokens or self.pictures.image_seq_len
-        spans = tuple((start, length) for start in picture.starts)
+        lengths = picture.grid.tile_tokens(self.pictures.image_seq_len)
+        spans = tuple(zip(picture.starts, lengths, strict=True))
         return PromptImage(digest=picture.digest, tiles=self.pictures.tiles(picture), spans=spans)
 
     def placed(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:

@@ -57,7 +57,7 @@ _ALL = (
     *(latent.DEEPSEEK_V2, latent.DEEPSEEK_V3, latent.GLM4_MOE_LITE),
     *(mamba.GRANITE_HYBRID, mamba.FALCON_H1, mamba.NEMOTRON_H, mamba.MAMBA2),
     *(variants.STABLELM, variants.STARCODER2, variants.PHI),
-    *(ocr.PADDLEOCR_VL, ocr.GLM_OCR),
+    *(ocr.PADDLEOCR_VL, ocr.GLM_OCR, ocr.DEEPSEEK_OCR2, ocr.DEEPSEEK_OCR2_PUBLISHED),
 )
 OTHER_DECODERS: dict[tuple[str, Any], Family] = {  # of the same vision model, by the type of text_config
     (family.architecture, family.text_type): family for family in (dense.MINISTRAL3_VISION,)

@@ -121,26 +121,27 @@ def _groups(fields: Fields, methods: Mapping[str, bool]) -> dict[str, int]:
     return groups_of(fields) if methods[method] else {}
 
 
+def mixture(fields: Fields, methods: Mapping[str, bool], **scoring: Any) -> dict[str, Any]:
+    """Experts with a shared one in all but the first layers. methods: see `_groups`."""
+    width = fields.integer("moe_intermediate_size", high=_WIDEST)
+    experts = routed_experts(
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        shared_expert_intermediate_size=width
+        * fields.integer("n_shared_experts", low=0, high=2**16, default=1),
+        shared_expert_gate=False,
+        norm_topk_prob="scoring_func" in scoring and fields.flag("norm_topk_prob", default=True),
+        routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
+        **scoring,
+        **_groups(fields, methods),
+    )
+    return {"experts": experts, "mlp_only_layers": _dense_layers(fields)}
+
+
 def _experts(methods: Mapping[str, bool], **scoring: Any) -> Callable[[Fields], dict[str, Any]]:
-    """Latent attention, and experts with a shared one in all but the first layers. methods: see `_groups`."""
-
-    def flags(fields: Fields) -> dict[str, Any]:
-        width = fields.integer("moe_intermediate_size", high=_WIDEST)
-        experts = routed_experts(
-            fields,
-            "n_routed_experts",
-            "moe_intermediate_size",
-            shared_expert_intermediate_size=width
-            * fields.integer("n_shared_experts", low=0, high=2**16, default=1),
-            shared_expert_gate=False,
-            norm_topk_prob="scoring_func" in scoring and fields.flag("norm_topk_prob", default=True),
-            routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
-            **scoring,
-            **_groups(fields, methods),
-        )
-        return {**_latent(fields), "experts": experts, "mlp_only_layers": _dense_layers(fields)}
-
-    return flags
+    """Latent attention, and `mixture`."""
+    return lambda fields: {**_latent(fields), **mixture(fields, methods, **scoring)}
 
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:
@@ -156,12 +157,13 @@ def _dense_layers(fields: Fields) -> tuple[int, ...]:
     return tuple(index for index, kind in enumerate(kinds) if kind == "dense")
 
 
+SOFTMAX_METHODS = {"greedy": False, "group_limited_greedy": True}  # of DeepSeek V2
 _DEFAULTS = {"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     tensors=_TENSORS,
-    flags=_experts({"greedy": False, "group_limited_greedy": True}),
+    flags=_experts(SOFTMAX_METHODS),
     reads=("attention_bias", "mlp_bias", "pretraining_tp"),  # this architecture ignores the last
     defaults={
         **_DEFAULTS,

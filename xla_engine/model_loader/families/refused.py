@@ -2,13 +2,10 @@
 
 REFUSED = {
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
-    **dict.fromkeys(
-        ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "DeepseekOcr2ForConditionalGeneration"),
-        ("two vision towers, one behind the other", "PaddleOCR-VL or GLM-OCR"),
-    ),
+    "DeepseekOCRForCausalLM": ("CLIP's vision tower behind that of SAM", "DeepSeek-OCR-2"),
     "GraniteDoclingForConditionalGeneration": (
         "features of early layers at two resolutions",
-        "Granite-Docling 258M, PaddleOCR-VL or GLM-OCR",
+        "Granite-Docling 258M, PaddleOCR-VL, GLM-OCR or DeepSeek-OCR-2",
     ),
 }
 
