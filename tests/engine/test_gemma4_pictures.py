@@ -3,10 +3,8 @@ layer are those of a blank token; bits as ever."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_images import FAMILIES, FULL, SMALL, run, run_preempted
+from tests.support.picture_prompts import assert_golden_tokens, picture_of
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.images.processor import value_table
@@ -22,8 +21,6 @@ from xla_engine.model_loader.vision import load_vision
 from xla_engine.prompts import PicturedPrompt
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.vision_tower import TowerSlices, VisionTower
-from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import PromptImage
 
 TABLE = value_table(SimpleNamespace(rescale_factor=1 / 255, image_mean=(0.5,) * 3, image_std=(0.5,) * 3))
 IMAGE, UNIT, MOST = 197, 6, 48  # the id of <|image|>; pixels of a token's side; tokens of a picture
@@ -45,11 +42,6 @@ def engine_of(name: str, config: EngineConfig = LANES) -> XlaBatchEngine:
     return XlaBatchEngine(load_checkpoint(FAMILIES / name, dtype=config.dtype), config=config, tower=tower)
 
 
-def picture(tile: np.ndarray, start: int) -> PromptImage:
-    span = (start, tile.shape[0] // UNIT * (tile.shape[1] // UNIT))
-    return PromptImage(digest=sha256(tile.tobytes()).hexdigest(), tiles=(tile,), spans=(span,))
-
-
 def prompt_of(*numbers: int) -> PicturedPrompt:
     """Text, and after each piece of it a picture, whose pixels and proportions the number sets."""
     ids, images = [5, 6, 7], []
@@ -57,7 +49,7 @@ def prompt_of(*numbers: int) -> PicturedPrompt:
         rows, columns = GRIDS[number % len(GRIDS)]
         shape = (UNIT * rows, UNIT * columns, 3)
         tile = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
-        images.append(picture(tile, len(ids)))
+        images.append(picture_of(tile, len(ids), UNIT))
         ids += [IMAGE] * (rows * columns) + [11, 12]
     return PicturedPrompt("", tuple(ids), tuple(images), None)
 
@@ -111,19 +103,9 @@ def test_in_every_kind_of_engine(options: dict[str, Any], engine: tuple[str, Any
 
 @pytest.mark.parametrize("name", [LAYERS, WINDOWS])
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    """Of one picture, and of two of other proportions, in one batch."""
-    golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())[name]
-    arrays = np.load(FAMILIES / name / "golden.npz")
     engine = engine_of(name, replace(LANES, dtype="float32"))
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    for at, each in enumerate(golden):
-        pairs = zip(each["tiles"], each["starts"], strict=True)
-        images = tuple(picture(arrays[f"tile{tile}"], start) for tile, start in pairs)
-        engine.submit(PicturedPrompt("", tuple(each["prompt"]), images), params, request_id=str(at))
-    found = {output.request_id: output for output in engine.drain()}
+    assert_golden_tokens(engine, FAMILIES / name, UNIT)
     engine.close()
-    for at, each in enumerate(golden):
-        assert list(found[str(at)].outputs[0].token_ids) == each["tokens"]
 
 
 @FULL

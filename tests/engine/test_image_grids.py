@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.engine.test_images import FAMILIES, FULL, PARAMS, SMALL, answers, run, run_preempted
+from tests.support.picture_prompts import assert_golden_tokens, picture_of
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError, TokenLimitError
@@ -56,11 +56,6 @@ def engine_of(config: EngineConfig, model: Path = MODEL, limit: float | None = N
     return XlaBatchEngine(load_checkpoint(model, dtype=config.dtype), config=config, tower=tower)
 
 
-def picture(tile: np.ndarray, start: int) -> PromptImage:
-    span = (start, tile.shape[0] // UNIT * (tile.shape[1] // UNIT))
-    return PromptImage(digest=sha256(tile.tobytes()).hexdigest(), tiles=(tile,), spans=(span,))
-
-
 def prompt_of(*numbers: int, salt: str | None = None) -> PicturedPrompt:
     """Text, and after each piece of it a picture, whose pixels and proportions the number sets."""
     ids, images = [5, 6, 7], []
@@ -68,7 +63,7 @@ def prompt_of(*numbers: int, salt: str | None = None) -> PicturedPrompt:
         rows, columns = GRIDS[number % len(GRIDS)]
         shape = (UNIT * rows, UNIT * columns, 3)
         tile = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
-        images.append(picture(tile, len(ids)))
+        images.append(picture_of(tile, len(ids), UNIT))
         ids += [IMAGE] * (rows * columns) + [11, 12]
     return PicturedPrompt("", tuple(ids), tuple(images), salt)
 
@@ -207,19 +202,9 @@ def test_taps_that_are_not_added_would_be_found(
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    """Of one picture, and of two of other proportions, in one batch."""
-    golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())[name]
-    arrays = np.load(FAMILIES / name / "golden.npz")
     engine = engine_of(replace(SMALL, dtype="float32"), FAMILIES / name)
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    for at, each in enumerate(golden):
-        pairs = zip(each["tiles"], each["starts"], strict=True)
-        images = tuple(picture(arrays[f"tile{tile}"], start) for tile, start in pairs)
-        engine.submit(PicturedPrompt("", tuple(each["prompt"]), images), params, request_id=str(at))
-    found = {output.request_id: output for output in engine.drain()}
+    assert_golden_tokens(engine, FAMILIES / name, UNIT)
     engine.close()
-    for at, each in enumerate(golden):
-        assert list(found[str(at)].outputs[0].token_ids) == each["tokens"]
 
 
 @pytest.mark.full

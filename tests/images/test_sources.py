@@ -7,7 +7,6 @@ import base64
 import os
 import shutil
 import ssl
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import pytest
 from PIL import Image
 
 from tests.support.again import again
+from tests.support.certificates import make_certificate
 from xla_engine.errors import (
     ConfigError,
     ImageNotAllowedError,
@@ -215,20 +215,8 @@ def test_no_proxy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def certificate(folder: Path, host: str) -> tuple[Path, ssl.SSLContext]:
     """A certificate of a host that signs itself, and what a server needs to show it."""
     key, own = folder / f"{host}.key", folder / f"{host}.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
-    command += ["-days", "2", "-subj", f"/CN={host}", "-keyout", str(key), "-out", str(own)]
-    for extension in (f"subjectAltName=DNS:{host}", "keyUsage=critical,digitalSignature,keyCertSign"):
-        command += ["-addext", extension]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    extensions = (f"subjectAltName=DNS:{host}", "keyUsage=critical,digitalSignature,keyCertSign")
+    done = make_certificate(own, key, host, *extensions)
     if done.returncode:
         pytest.skip(f"this openssl makes no such certificate: {done.stderr[-200:]}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

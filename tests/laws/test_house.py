@@ -44,8 +44,8 @@ CEILINGS = {
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
     "lines of instruments, per thousand": 145,
-    "names that tests patch, per 10,000 lines": 50,
-    "private names that tests use, per 10,000 lines": 23,
+    "names that tests patch, per 10,000 lines": 49,
+    "private names that tests use, per 10,000 lines": 22,
 }
 
 

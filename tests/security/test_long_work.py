@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_delivery import Spelling
+from tests.support.turns import assert_turns
 from xla_engine.openai import answers
 from xla_engine.openai.answers import answer_pieces
 from xla_engine.openai.call import HttpCall
@@ -285,13 +286,7 @@ def test_keys_take_turns_and_small_chats_wait_for_no_large_one(counts: list[int]
         beside.close()
         return renderer.seen[1:]
 
-    order = asyncio.run(main())
-    assert sorted(order) == sorted(
-        f"{key}{number}" for key, count in enumerate(counts) for number in range(count)
-    )
-    for place, (key, number) in enumerate(order):
-        for other, later in order[:place]:
-            assert other == key or int(later) <= int(number) + 1, order
+    assert_turns(asyncio.run(main()), counts)
 
 
 def test_the_queue_for_the_template_is_bounded_and_no_key_fills_it() -> None:

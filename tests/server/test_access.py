@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tests.server.conftest import Running
+from tests.support.certificates import make_certificate
 from xla_engine.server.app import make_app
 from xla_engine.server.service import Service
 
@@ -26,19 +27,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1, and its key."""
     folder = tmp_path_factory.mktemp("tls")
     found = folder / "cert.pem", folder / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
-    command += ["-days", "1", "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-out", str(found[0]), "-keyout", str(found[1])]
-    subprocess.run(command, check=True, capture_output=True)
+    make_certificate(*found, "x", "subjectAltName=IP:127.0.0.1").check_returncode()
     return found
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import Running
+from tests.support.turns import assert_turns
 from xla_engine.errors import InvalidRequestError
 from xla_engine.openai.requests import LineError
 from xla_engine.sampling_params import SamplingParams
@@ -63,13 +64,7 @@ def test_keys_take_turns_and_what_is_known_waits_for_nothing(counts: list[int]) 
         constraints.close()
         return compiler.seen
 
-    order = asyncio.run(main())
-    assert sorted(order) == sorted(
-        f"{key}{number}" for key, count in enumerate(counts) for number in range(count)
-    )
-    for place, (key, number) in enumerate(order):
-        for other, later in order[:place]:
-            assert other == key or int(later) <= int(number) + 1, order
+    assert_turns(asyncio.run(main()), counts)
 
 
 def test_the_queue_is_bounded_and_no_key_fills_it() -> None:
