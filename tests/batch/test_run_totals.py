@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 
 import pytest
 
@@ -33,6 +34,17 @@ def test_totals_count_results_and_errors() -> None:
 
 def test_no_latency_without_samples() -> None:
     assert "time to first token  none" in summary_lines(RunTotals(), EngineStats(), wall=1.0, cold_start=None)
+
+
+def test_a_run_that_pools_says_how_many_texts_it_read() -> None:
+    """Nothing is generated, so there is no time between tokens, no finish reason and no slot that decodes."""
+    totals = RunTotals(ok=30, prompt_tokens=600, failed=Counter(token_limit_exceeded=1))
+    lines = summary_lines(totals, EngineStats(), wall=2.0, cold_start=1.5)
+    assert (
+        "texts                15.0 a second" in lines
+        and "tokens               600 prompt, 300.0 tok/s" in lines
+    )
+    assert not [line for line in lines if "generated" in line or "inter-token" in line or "finish" in line]
 
 
 class Screen(io.StringIO):

@@ -55,6 +55,11 @@ class RunTotals:
         """Lines that ended in this run."""
         return self.ok + self.failed.total()
 
+    @property
+    def only_pooled(self) -> bool:
+        """Whether texts became vectors, classes or scores, and none was generated."""
+        return bool(self.ok) and not self.generated_tokens
+
     def count(
         self, output: RequestOutput, *, default_limit: bool = False, default_sampling: bool = False
     ) -> None:
@@ -85,7 +90,6 @@ def summary_lines(
     wall: seconds from the first line read to the last one written. cold_start: seconds from process start to the
     first token; None without one. parts: a breakdown of that time.
     """
-    rate = totals.generated_tokens / max(wall, 1e-9)
     codes = _counts(totals.failed)
     failed_before = f", {totals.failed_before} of them failed" if totals.failed_before else ""
     before = f"; {totals.resumed} done before{failed_before}" if totals.resumed else ""
@@ -96,16 +100,8 @@ def summary_lines(
             + (codes and f" ({codes})")
             + before,
         ),
-        ("finish reasons", _counts(totals.finish_reasons) or "none"),
-        *_cut_lines(totals),
-        *_sampling_lines(totals),
         ("wall time", f"{wall:.2f} s"),
-        ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
-        *_memory_lines(stats),
-        ("time to first token", _quantiles(totals.ttft)),
-        ("inter-token latency", _quantiles(totals.inter_token)),
-        ("slot occupancy", f"{stats.occupancy:.1%}"),
-        *_mask_lines(stats, wall),
+        *(_pooling_lines if totals.only_pooled else _generation_lines)(totals, stats, max(wall, 1e-9)),
         ("start-up", parts or f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
         (
             "cold start",
@@ -114,6 +110,29 @@ def summary_lines(
         ("compiles", f"{stats.compiles_warmup} before, {stats.compiles_after_warmup} after warm-up"),
     ]
     return [f"{name:<20} {text}" for name, text in rows]
+
+
+def _generation_lines(totals: RunTotals, stats: EngineStats, wall: float) -> list[tuple[str, str]]:
+    rate = totals.generated_tokens / wall
+    return [
+        ("finish reasons", _counts(totals.finish_reasons) or "none"),
+        *_cut_lines(totals),
+        *_sampling_lines(totals),
+        ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
+        *_memory_lines(stats),
+        ("time to first token", _quantiles(totals.ttft)),
+        ("inter-token latency", _quantiles(totals.inter_token)),
+        ("slot occupancy", f"{stats.occupancy:.1%}"),
+        *_mask_lines(stats, wall),
+    ]
+
+
+def _pooling_lines(totals: RunTotals, stats: EngineStats, wall: float) -> list[tuple[str, str]]:
+    return [
+        ("texts", f"{totals.ok / wall:.1f} a second"),
+        ("tokens", f"{totals.prompt_tokens} prompt, {totals.prompt_tokens / wall:.1f} tok/s"),
+        *_memory_lines(stats),
+    ]
 
 
 def _cut_lines(totals: RunTotals) -> list[tuple[str, str]]:

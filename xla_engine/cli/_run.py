@@ -374,7 +374,8 @@ def _show(
 ) -> None:
     if last or progress.due:
         done = totals.done + totals.resumed
-        progress.show(done=done, tokens=engine.stats().generation_tokens, busy=engine.num_running)
+        tokens = totals.prompt_tokens if totals.only_pooled else engine.stats().generation_tokens
+        progress.show(done=done, tokens=tokens, busy=engine.num_running)
     live.update(force=last)
 
 

@@ -47,7 +47,7 @@ class Progress:
         return self._clock() - self._last >= (BAR_SECONDS if self._bar is not None else LINE_SECONDS)
 
     def show(self, *, done: int, tokens: int, busy: int) -> None:
-        """Redraw. done: finished requests. tokens: generated since the start. busy: slots busy now."""
+        """Redraw. done: finished requests. tokens: generated since the start, or pooled. busy: slots busy now."""
         self._last = self._clock()
         rate = tokens / max(self._last - self._start, 1e-9)
         state = f"{rate:.0f} tok/s, {busy}/{self._slots} slots busy"
