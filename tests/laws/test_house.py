@@ -34,16 +34,16 @@ READ_SETS = {  # what a reader wants to do: the page and section that names the 
     "see how a step works": ("docs/architecture.md", "How a step works"),
 }
 CEILINGS = {
-    "lines to add a sampling parameter": 1114,
+    "lines to add a sampling parameter": 1111,
     "lines to add an output to a step": 1440,
     "lines to change what a norm computes": 1102,
-    "lines to find a bug in stop strings": 620,
-    "lines to see how a step works": 1500,
+    "lines to find a bug in stop strings": 613,
+    "lines to see how a step works": 1498,
     "files to see how a step works": 8,
     "class names used twice": 8,
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
-    "lines of instruments, per thousand": 145,
+    "lines of instruments, per thousand": 143,
     "names that tests patch, per 10,000 lines": 49,
     "private names that tests use, per 10,000 lines": 22,
 }
