@@ -81,6 +81,18 @@ def test_the_tower_of_a_published_gemma_4_runs(name: str, tmp_path: Path) -> Non
     assert tuple(TowerSlices(vision, 280).parts) == (630, 1260, 2520)
 
 
+def test_both_forms_of_deepseek_ocr_2_are_one_model(tmp_path: Path) -> None:
+    """The hub's file, which transformers does not read without code of the repository, and transformers' own."""
+    read = []
+    for name in ("DeepSeek-OCR-2", "DeepSeek-OCR-2-hf"):
+        fields = open_named(write(tmp_path, name)).config_fields()
+        text, family = transformers_model(fields)
+        vision = read_vision(fields, family, text)
+        assert vision_sources(vision, family).keys() == leaf_shapes(vision).keys()
+        read.append((text, vision, tensor_sources(text, family), vision_sources(vision, family)))
+    assert read[0] == read[1]
+
+
 @pytest.mark.parametrize("name", sorted(REFUSALS))
 def test_another_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=REFUSALS[name]):
