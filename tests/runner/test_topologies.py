@@ -33,12 +33,13 @@ needs_libtpu = pytest.mark.skipif(
     reason="needs libtpu, the compiler for TPUs: pip install 'xla-engine[tpu]'",
 )
 
-# A tree of computations: cycles of an operation, a conditional of branches, or a loop of some trips.
+# A tree of computations: cycles of an operation, a conditional of branches, or a loop of some trips, which the loop or
+# its condition tells.
 _Cost = st.recursive(
     st.integers(0, 10**6),
     lambda inner: st.one_of(
         st.tuples(st.just("cond"), st.lists(inner, min_size=1, max_size=3)),
-        st.tuples(st.just("loop"), st.integers(1, 40), inner),
+        st.tuples(st.sampled_from(["loop", "counted"]), st.integers(1, 40), inner),
         st.tuples(st.just("call"), st.lists(inner, max_size=3)),
     ),
     max_leaves=12,
@@ -51,7 +52,7 @@ def expected(tree: Any, choose: Any) -> int:
             return cycles
         case "cond", branches:
             return int(choose(expected(each, choose) for each in branches))
-        case "loop", trips, body:
+        case "loop" | "counted", trips, body:
             return int(trips) * expected(body, choose)
         case _, parts:
             return sum(expected(each, choose) for each in parts)
@@ -98,6 +99,16 @@ class Written:
                 names = f"condition=%{self._computation()}, body=%{self._computation(body)}"
                 count = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
                 return f"  %w = (f32[8], s32[]) while(%p), {names}, {count}\n"
+            case "counted", trips, body:
+                name = f"region_{len(self.parts)}.2"
+                self.parts.append(
+                    f"%{name} (p: (f32[8], s32[])) -> pred[] {{\n  %n.1 = s32[]{{:T(128)}} constant({trips})\n"
+                    "  %i.1 = s32[]{:T(128)} get-tuple-element(%p), index=1\n"
+                    "  ROOT %lt.2 = pred[]{:T(512)} compare(%i.1, %n.1), direction=LT\n}\n\n"
+                )
+                return (
+                    f"  %w = (f32[8], s32[]) while(%p), condition=%{name}, body=%{self._computation(body)}\n"
+                )
             case _, parts:
                 return f"  %k = f32[8]{{0}} call(%p), to_apply=%{self._computation(*parts)}\n"
 

@@ -1,7 +1,8 @@
 """What XLA's compiler for TPUs expects a program to cost, read from the text of what it compiled.
 
 Each operation that it scheduled has an estimate of its cycles. They are summed from the entry on: of a conditional,
-one branch runs; the body of a loop runs as often as its trip count says. Copies that run beside the operations have no
+one branch runs; the body of a loop runs as often as its trip count or its condition says, and once where neither tells
+a number. Copies that run beside the operations have no
 cycles; the bytes that a program must read bound its time from below (`runner.roofline`). Kernels in Pallas have no
 estimate of the compiler's: they count as the shortest operation and, whichever takes longer, the bytes that they move
 or the operations that they state.
@@ -23,6 +24,9 @@ _STATED = re.compile(r'"flops":"(\d+)"')
 _PER_CYCLE = 2048  # operations of the vector unit: two on each of 1,024 lanes
 _SHORTEST = 1824  # cycles that the compiler gives an operation of almost no work
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
+_BELOW = re.compile(r"ROOT .* compare\(.*%([\w.-]+)\), direction=LT")
+_CONSTANT = re.compile(r"^\s*%?([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _ENTRY_OF_TABLE = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _OURS = re.compile(r"(?:^|/)(?:xla_engine/)?(graphs/[\w/]+\.py)$")
@@ -89,11 +93,21 @@ class _Summed:
             names = _BRANCHES.search(head)
             branches = [] if names is None else [each.strip(" %") for each in names[1].split(",")]
             return self._choose([*inside, *map(self.of, branches)])
-        trips = int(found[1]) if (found := _TRIPS.search(text)) else 1
+        trips = self._trips(text)
         lines = Counter[str]()
         for each in inside:
             lines.update({line: trips * cycles for line, cycles in each.lines.items()})
         return Cost(trips * sum(each.cycles for each in inside), lines)
+
+    def _trips(self, text: str) -> int:
+        """How often a call or a loop runs. A loop of JAX counts from zero up to a constant of its condition."""
+        if (known := _TRIPS.search(text)) is not None:
+            return int(known[1])
+        condition = _CONDITION.search(text)
+        lines = [] if condition is None else self._bodies.get(condition[1], [])
+        constants = {found[1]: int(found[2]) for line in lines if (found := _CONSTANT.search(line))}
+        below = next((found[1] for line in lines if (found := _BELOW.search(line))), "")
+        return constants.get(below, 1)
 
     def _own(self, text: str) -> int:
         """The cycles of one operation."""
