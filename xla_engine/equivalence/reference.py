@@ -52,7 +52,7 @@ ARCHITECTURES = (
     ),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
-    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
+    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "deepseek_ocr2_text", "glm4_moe_lite", "kimi_linear"),
     *("hunyuan_v1_dense", "qwen3_vl_moe_text", "gemma3n_text", "glm_ocr_text", "paddleocr_vl_text"),
     *MAMBA,
 )
@@ -67,6 +67,8 @@ _FINAL_NORM |= {"falcon_h1": "final_layernorm", "nemotron_h": "norm_f", "mamba2"
 _ATTENDED = {"phi": "dense", "lfm2": "out_proj", "lfm2_moe": "out_proj"}  # the last product of attention
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
 _BY_SIGMOIDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "kimi_linear")  # experts are chosen so
+_BY_SOFTMAX = ("deepseek_v2", "deepseek_ocr2_text")  # over all experts, in groups only if asked for
+_SHARED = ("glm4_moe", "deepseek_ocr2_text", *_LATENT)  # an expert of all tokens stands beside those chosen
 _LFM2 = ("lfm2", "lfm2_moe")
 
 
@@ -335,15 +337,12 @@ class Reference:
         if kind in correction:  # sigmoids, and a correction that only chooses
             scores = sigmoid(scores)
         corrected = scores + self._files.read(name + correction[kind]) if kind in correction else scores
-        if kind in ("glm4_moe", *_LATENT):
+        if kind in _SHARED:
             corrected = of_best_groups(corrected, *groups(c), best=2 if kind in correction else 1)
         chosen = np.argsort(-corrected, axis=1, kind="stable")[:, :count]  # [N, K]
         # Mixtral and gpt-oss weigh by a softmax over the chosen; the others, unless told so, over all.
-        renormalised = c.get("norm_topk_prob", kind in (*_HYBRID, "qwen3_vl_moe_text")) or kind in (
-            "mixtral",
-            "gpt_oss",
-        )
-        renormalised = renormalised and kind != "deepseek_v2"
+        renormalised = c.get("norm_topk_prob", kind in (*_HYBRID, "qwen3_vl_moe_text"))
+        renormalised = (renormalised and kind not in _BY_SOFTMAX) or kind in ("mixtral", "gpt_oss")
         among = np.take_along_axis(scores, chosen, axis=1) if renormalised else scores
         if kind in correction:
             among = np.take_along_axis(scores, chosen, axis=1)
@@ -356,7 +355,7 @@ class Reference:
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
             out[rows] += weights[rows, places, None] * self._expert(x[rows], name, int(expert))
-        if kind in ("glm4_moe", *_LATENT):  # and one expert for all tokens
+        if kind in _SHARED:
             part = "block_sparse_moe" if kind == "kimi_linear" else "mlp"
             out += self._mlp(x, name, f"{part}.shared_experts.")
         if kind in _HYBRID:  # the same, with a gate
@@ -428,7 +427,7 @@ def activation(c: Config) -> Callable[[Array], Array]:
 
 def groups(c: Config) -> tuple[int, int]:
     """How many groups experts stand in, and from how many of them a token takes its own."""
-    if c["model_type"] == "deepseek_v2" and c.get("topk_method") != "group_limited_greedy":
+    if c["model_type"] in _BY_SOFTMAX and c.get("topk_method") != "group_limited_greedy":
         return 1, 1
     count, chosen = (8, 4) if c["model_type"] == "deepseek_v3" else (1, 1)
     return int(c.get("n_group") or count), int(c.get("topk_group") or chosen)
