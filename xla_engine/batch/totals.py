@@ -100,7 +100,6 @@ def summary_lines(
             + (codes and f" ({codes})")
             + before,
         ),
-        ("wall time", f"{wall:.2f} s"),
         *(_pooling_lines if totals.only_pooled else _generation_lines)(totals, stats, max(wall, 1e-9)),
         ("start-up", parts or f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
         (
@@ -118,6 +117,7 @@ def _generation_lines(totals: RunTotals, stats: EngineStats, wall: float) -> lis
         ("finish reasons", _counts(totals.finish_reasons) or "none"),
         *_cut_lines(totals),
         *_sampling_lines(totals),
+        ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
         *_memory_lines(stats),
         ("time to first token", _quantiles(totals.ttft)),
@@ -129,6 +129,7 @@ def _generation_lines(totals: RunTotals, stats: EngineStats, wall: float) -> lis
 
 def _pooling_lines(totals: RunTotals, stats: EngineStats, wall: float) -> list[tuple[str, str]]:
     return [
+        ("wall time", f"{wall:.2f} s"),
         ("texts", f"{totals.ok / wall:.1f} a second"),
         ("tokens", f"{totals.prompt_tokens} prompt, {totals.prompt_tokens / wall:.1f} tok/s"),
         *_memory_lines(stats),
