@@ -1,4 +1,4 @@
-# Measured at commit a4d1963b; rewritten since, runs at HEAD.
+# Measured at commit b656c5b0; runs at HEAD.
 """What does the TPU compiler expect of an 8B model's programs, by topology, form and number of slots?
 
     PYTHONPATH=LIBTPU python -m spikes.118_tpu_shapes [--topology v5e:2x2 v6e:2x2] [--quantization none int8]
