@@ -30,14 +30,8 @@ from xla_engine.graphs.ops.reductions import argmax
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.tools.bench.models import SMOLLM2_135M
 
-LENGTH, KEY_LENGTH, POSITIONS = (
-    176,
-    256,
-    512,
-)  # keys of each row, keys that attention reads, positions of a slot
-SPEC = ModelSpec(
-    dataclasses.replace(SMOLLM2_135M, max_position_embeddings=POSITIONS), jnp.dtype(jnp.bfloat16)
-)
+LENGTH, KEY_LENGTH, POSITIONS = 176, 256, 512  # keys of each row, keys that attention reads, positions of a slot
+SPEC = ModelSpec(dataclasses.replace(SMOLLM2_135M, max_position_embeddings=POSITIONS), jnp.dtype(jnp.bfloat16))
 LAYERS = SPEC.config.num_hidden_layers
 
 
@@ -53,9 +47,7 @@ def random_leaves() -> list[jax.Array]:
     return [jax.device_put(leaf(each.shape, each.dtype)) for each in SPEC.leaves.values()]
 
 
-def layer_call(
-    layer: nnx.Module, x: jax.Array, cache: LayerCache, rope: jax.Array
-) -> tuple[jax.Array, LayerCache]:
+def layer_call(layer: nnx.Module, x: jax.Array, cache: LayerCache, rope: jax.Array) -> tuple[jax.Array, LayerCache]:
     """One layer of a decode step in which every row has `LENGTH` keys: x `[B, D]`."""
     written = []
 
@@ -87,16 +79,12 @@ def unrolled(weights: list[jax.Array], rope: jax.Array, tokens: jax.Array, cache
     return after, ends(decoder, x)
 
 
-def scanned(
-    unroll: int, carried: bool, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array, cache: Any
-) -> Any:
+def scanned(unroll: int, carried: bool, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array, cache: Any) -> Any:
     """weights: of the first layer those of all layers, stacked. cache: `[L, B, KV, S, Dh]` each.
 
     carried: the scan carries the whole cache and updates a layer of it; otherwise it is sliced like the weights.
     """
-    decoder = SPEC.merge(
-        [leaf[0] if stacked else leaf for leaf, stacked in zip(weights, STACKED, strict=True)]
-    )
+    decoder = SPEC.merge([leaf[0] if stacked else leaf for leaf, stacked in zip(weights, STACKED, strict=True)])
     graph, _ = nnx.split(decoder.layers[0])
     paths = [path[2:] for path in SPEC.leaves.paths if path[:2] == ("layers", 0)]
     stacks = [leaf for leaf, stacked in zip(weights, STACKED, strict=True) if stacked]
@@ -123,9 +111,7 @@ def scanned(
     return cache, ends(decoder, x)
 
 
-STACKED = [
-    path[:2] == ("layers", 0) for path in SPEC.leaves.paths
-]  # leaves that stand for those of all layers
+STACKED = [path[:2] == ("layers", 0) for path in SPEC.leaves.paths]  # leaves that stand for those of all layers
 
 
 def stacked_leaves(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -153,9 +139,7 @@ class Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()

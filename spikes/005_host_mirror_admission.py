@@ -34,9 +34,7 @@ from xla_engine.scheduler import Chunk, Plan, Slot
 from xla_engine.tools.bench.models import SMOLLM2_135M
 
 POSITIONS, PROMPT = 512, 128
-SPEC = ModelSpec(
-    dataclasses.replace(SMOLLM2_135M, max_position_embeddings=POSITIONS), jnp.dtype(jnp.bfloat16)
-)
+SPEC = ModelSpec(dataclasses.replace(SMOLLM2_135M, max_position_embeddings=POSITIONS), jnp.dtype(jnp.bfloat16))
 
 
 class Cache:
@@ -50,17 +48,13 @@ class Cache:
 def prompt_kv() -> list[LayerCache]:
     """Keys and values of a prompt, as a prefill left them: per layer `[KV, T, Dh]` each."""
     shape = (SPEC.config.num_key_value_heads, PROMPT, SPEC.config.head_dim)
-    return [
-        LayerCache(jnp.ones(shape, SPEC.dtype), jnp.ones(shape, SPEC.dtype))
-    ] * SPEC.config.num_hidden_layers
+    return [LayerCache(jnp.ones(shape, SPEC.dtype), jnp.ones(shape, SPEC.dtype))] * SPEC.config.num_hidden_layers
 
 
 def by_mirror(cache: Cache, new: list[LayerCache]) -> None:
     """The whole cache down, one slot written, the whole cache up."""
     slot = next(cache.slots)
-    mirror = [
-        LayerCache(*map(np.array, layer)) for layer in jax.device_get(cache.arrays)
-    ]  # read-only until copied
+    mirror = [LayerCache(*map(np.array, layer)) for layer in jax.device_get(cache.arrays)]  # read-only until copied
     for layer, fresh in zip(mirror, new, strict=True):
         for array, part in zip(layer, fresh, strict=True):
             array[0, slot, :, :PROMPT] = part
@@ -81,27 +75,21 @@ def by_prefill(slots: int) -> Callable[[], object]:
     options = EngineConfig(max_num_seqs=slots, max_model_len=POSITIONS, compile_cache=True)
     runner = Runner(SPEC.config, random_weights(SPEC.config, dtype="bfloat16"), "bfloat16", options)
     size = runner.config.chunk_size
-    settings = RowSettings(
-        max_tokens=2, stop_token_ids=(), params=SamplingParams(temperature=0, max_tokens=2), seed=0
-    )
+    settings = RowSettings(max_tokens=2, stop_token_ids=(), params=SamplingParams(temperature=0, max_tokens=2), seed=0)
     numbers = count()
 
     def admit() -> None:
         number = next(numbers)
         slot = Slot(index=number % slots, epoch=number // slots)
         starts = range(0, PROMPT, size)
-        chunks = [
-            Chunk(slot, "prompt", start, tuple(range(size)), start + size == PROMPT) for start in starts
-        ]
+        chunks = [Chunk(slot, "prompt", start, tuple(range(size)), start + size == PROMPT) for start in starts]
         runner.wait(runner.start(Plan(step=number, chunks=tuple(chunks)), {"prompt": settings}))
 
     return admit
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
@@ -130,15 +118,7 @@ def main() -> None:
             )
         )
     print(f"\nms to admit a prompt of {PROMPT} tokens, {POSITIONS} positions a slot, median (least-most)\n")
-    names = (
-        "slots",
-        "mirror moves, MB",
-        "write moves, MB",
-        "host mirror",
-        "device write",
-        "ratio",
-        "whole prefill",
-    )
+    names = ("slots", "mirror moves, MB", "write moves, MB", "host mirror", "device write", "ratio", "whole prefill")
     print(markdown_table(names, table))
 
 

@@ -80,9 +80,7 @@ def rewrite(path, name, out):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("quality", "rewrite"))
     parser.add_argument("files", nargs="+")
     parser.add_argument("--bos", type=int)

@@ -66,9 +66,7 @@ def run(llm: LLM, temperature: float, number: int) -> Counter[str]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     options: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 512}
     with LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 1}, **options) as llm:
         costs = llm.engine.runner.step_costs()

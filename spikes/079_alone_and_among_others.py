@@ -93,9 +93,7 @@ def llama_cpp(path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("who", choices=("ours", "llama.cpp"))
     parser.add_argument("model")
     given = parser.parse_args()

@@ -73,9 +73,7 @@ def command(checkout: str, cache: str, words: list[str]) -> tuple[float, float]:
     """Wall and processor time of a command, that of the processes that it waits for included."""
     environment = dict(os.environ, PYTHONPATH=checkout, XLA_ENGINE_CACHE=cache)
     before, began = os.times(), time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "xla_engine", *words], env=environment, cwd=checkout, capture_output=True
-    )
+    subprocess.run([sys.executable, "-m", "xla_engine", *words], env=environment, cwd=checkout, capture_output=True)
     wall, after = time.perf_counter() - began, os.times()
     return wall, sum(after[2:4]) - sum(before[2:4])
 

@@ -25,9 +25,7 @@ def best(run):
 
 
 def main():
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     array = np.zeros((8, 160), np.uint32)  # about what a prefill call of 8 lanes is given
     program = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct(array.shape, array.dtype)).compile()
     placed = jax.device_put(array)

@@ -109,9 +109,7 @@ def prepare(directory):
     tokenizer = json.loads((Path(__file__).parents[1] / "tests/golden/images/tokenizer.json").read_text())
     image = next(each["id"] for each in tokenizer["added_tokens"] if each["content"] == "<image>")
     config = {
-        "architectures": [
-            "Idefics3ForConditionalGeneration"
-        ],  # SmolVLM's processor needs torchvision in transformers
+        "architectures": ["Idefics3ForConditionalGeneration"],  # SmolVLM's processor needs torchvision in transformers
         "model_type": "idefics3",
         "pad_token_id": 2,
         "image_token_id": image,
@@ -195,9 +193,7 @@ def prepare(directory):
                 "rescale_factor": 1 / 255,
             },
         )
-        write(
-            folder, "processor_config.json", {"image_seq_len": TOKENS, "processor_class": "Idefics3Processor"}
-        )
+        write(folder, "processor_config.json", {"image_seq_len": TOKENS, "processor_class": "Idefics3Processor"})
         link = folder / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(directory.resolve() / "model.safetensors")
@@ -212,9 +208,7 @@ def gguf_files(directory):
     bf16 = gguf.GGMLQuantizationType.BF16
 
     def matrix(writer, name, values):
-        writer.add_tensor(
-            name, np.ascontiguousarray(values.astype(ml_dtypes.bfloat16)).view(np.uint8), raw_dtype=bf16
-        )
+        writer.add_tensor(name, np.ascontiguousarray(values.astype(ml_dtypes.bfloat16)).view(np.uint8), raw_dtype=bf16)
 
     def vector(writer, name, values):
         writer.add_tensor(name, values.astype(np.float32))
@@ -290,9 +284,7 @@ def gguf_files(directory):
     tower = "model.vision_model."
     matrix(writer, "mm.model.fc.weight", tensors["model.connector.modality_projection.proj.weight"])
     # its product is a convolution, which needs f16 or f32
-    writer.add_tensor(
-        "v.patch_embd.weight", tensors[f"{tower}embeddings.patch_embedding.weight"].astype(np.float32)
-    )
+    writer.add_tensor("v.patch_embd.weight", tensors[f"{tower}embeddings.patch_embedding.weight"].astype(np.float32))
     vector(writer, "v.patch_embd.bias", tensors[f"{tower}embeddings.patch_embedding.bias"])
     vector(writer, "v.position_embd.weight", tensors[f"{tower}embeddings.position_embedding.weight"])
     for kind in ("weight", "bias"):
@@ -400,9 +392,7 @@ class Ours:
                     times.append((time.perf_counter() - began, time.process_time() - before))
                 seconds += count * np.min(times[2:], axis=0)
                 operations += count * 2 * SIDE * SIDE * features * width
-            found[f"{form}, TFLOP/s by the clock and by processor time"] = (
-                (operations / seconds / 1e12).round(3).tolist()
-            )
+            found[f"{form}, TFLOP/s by the clock and by processor time"] = (operations / seconds / 1e12).round(3).tolist()
         return found
 
     def check(self, seed):
@@ -430,9 +420,7 @@ class Ours:
             return outputs
 
         normal, engine.lag = engine.lag, 0  # each step waits for its call
-        engine.submit(
-            {"prompt_token_ids": list(range(3, 3 + min(4 * lanes, 1900)))}, SamplingParams(max_tokens=1)
-        )
+        engine.submit({"prompt_token_ids": list(range(3, 3 + min(4 * lanes, 1900)))}, SamplingParams(max_tokens=1))
         while engine.has_unfinished:
             step()
         prefill, engine.lag = float(np.median(steps[:3])), normal
@@ -453,9 +441,7 @@ class Ours:
             if sent is None and min((seen.get(f"gap-{seed}-{n}", 0) for n in range(3)), default=0) >= 20:
                 sent = time.perf_counter()
                 prompt = {"prompt": PROMPT, "multi_modal_data": {"image": picture(seed, LONGEST)}}
-                engine.submit(
-                    prompt, SamplingParams(max_tokens=1, temperature=0), request_id=f"gap-{seed}-picture"
-                )
+                engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0), request_id=f"gap-{seed}-picture")
                 now = time.perf_counter()  # reading the picture is the caller's
                 last = dict.fromkeys(last, now)
         for number in range(3):
@@ -489,9 +475,7 @@ class Transformers:
         }
         attention = self._model.config._attn_implementation
         dtypes = {str(each.dtype) for each in self._model.parameters()}
-        self.about = (
-            f"transformers {transformers.__version__}, torch {torch.__version__}, {dtypes}, {attention}"
-        )
+        self.about = f"transformers {transformers.__version__}, torch {torch.__version__}, {dtypes}, {attention}"
 
     def tile(self, seed):
         pixels = self._torch.from_numpy(picture(seed, TILE).astype(np.float32) / 127.5 - 1)
@@ -530,10 +514,7 @@ class OpenVino:
 
         core = openvino.Core()
         has = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        options = {
-            "INFERENCE_PRECISION_HINT": "bf16" if has else "f32",
-            "INFERENCE_NUM_THREADS": str(THREADS),
-        }
+        options = {"INFERENCE_PRECISION_HINT": "bf16" if has else "f32", "INFERENCE_NUM_THREADS": str(THREADS)}
         self._call = core.compile_model(str(directory / "tower.xml"), "CPU", options)
         precision = self._call.get_property("INFERENCE_PRECISION_HINT")
         self.about = f"openvino {openvino.__version__}, the tower alone, computed in {precision}"
@@ -547,9 +528,7 @@ class OpenVino:
 class Vllm:
     def __init__(self, directory):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
-            map(str, sorted(os.sched_getaffinity(0))[:THREADS])
-        )
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:THREADS]))
         os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         import torch
@@ -569,9 +548,7 @@ class Vllm:
             seed=0,
         )
         self._params = vllm.SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-        self.about = (
-            f"vllm {vllm.__version__}, torch {torch.__version__}, bf16, {torch.get_num_threads()} threads"
-        )
+        self.about = f"vllm {vllm.__version__}, torch {torch.__version__}, bf16, {torch.get_num_threads()} threads"
 
     def _model(self):
         executor = self._llm.llm_engine.model_executor
@@ -584,19 +561,14 @@ class Vllm:
         pixels = torch.from_numpy(picture(seed, TILE).astype(np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
         with torch.inference_mode():
             mask = torch.ones(1, TILE, TILE, dtype=torch.bool)
-            states = model.model.image_pixels_to_features(
-                pixels.to(torch.bfloat16), pixel_attention_mask=mask
-            )
+            states = model.model.image_pixels_to_features(pixels.to(torch.bfloat16), pixel_attention_mask=mask)
             found = model.model.connector(states)
         return found.float().numpy().reshape(TOKENS, TEXT)
 
     def _run(self, images, **more):
         from PIL import Image
 
-        prompts = [
-            {"prompt": PROMPT, "multi_modal_data": {"image": Image.fromarray(each)}, **more}
-            for each in images
-        ]
+        prompts = [{"prompt": PROMPT, "multi_modal_data": {"image": Image.fromarray(each)}, **more} for each in images]
         outputs = self._llm.generate(prompts, self._params, use_tqdm=False)
         return {
             "prompt": [len(each.prompt_token_ids) for each in outputs],
@@ -622,7 +594,6 @@ class LlamaCpp:
         from llama_cpp import mtmd_cpp as mtmd
 
         self._c, self._llama, self._mtmd = ctypes, llama_cpp, mtmd
-
         def told(level, text, data):  # errors and warnings only
             if level >= 3:
                 print(text.decode(errors="replace"), end="", file=sys.stderr)
@@ -767,19 +738,10 @@ class Worker:
         command = [python, __file__, "serve", str(directory), name]
         root = str(Path(__file__).parents[1])
         environment = os.environ | ({"PYTHONPATH": root} if name == "xla-engine" else {})
-        environment |= {
-            "OMP_NUM_THREADS": str(THREADS),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "0",
-        }
+        environment |= {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "0"}
         self._errors = open(directory / f"{name}.err", "w")
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, text=True
         )
         line = self._process.stdout.readline()
         self.about = json.loads(line) if line else None
@@ -804,10 +766,7 @@ def run(options):
         name, _, python = each.partition("=")
         worker = Worker(name, python, directory)
         if worker.about is None:
-            print(
-                f"{name}: does not start: {(directory / f'{name}.err').read_text().strip()[-600:]}",
-                flush=True,
-            )
+            print(f"{name}: does not start: {(directory / f'{name}.err').read_text().strip()[-600:]}", flush=True)
             continue
         workers.append(worker)
         print(f"{name}: {worker.about['about']}, started in {worker.about['start']:.0f} s", flush=True)
@@ -845,13 +804,7 @@ def run(options):
                     print(f"{worker.name} {job}: no time left", flush=True)
                     continue
                 found = worker.ask(job, 1000 * (turn + 1))
-                print(
-                    turn,
-                    worker.name,
-                    job,
-                    {k: round(found[k], 3) for k in ("seconds", "cpu") if k in found},
-                    flush=True,
-                )
+                print(turn, worker.name, job, {k: round(found[k], 3) for k in ("seconds", "cpu") if k in found}, flush=True)
                 seen.setdefault((worker.name, job), []).append(found)
                 if "error" in found or job in OURS:
                     print(worker.name, job, {k: v for k, v in found.items() if k != "features"}, flush=True)
@@ -865,9 +818,7 @@ def run(options):
             continue
         least, median = min(times), float(np.median(times))
         line = f"{name} {job}: {len(times)} turns, {units[job] / least:.3f} and {units[job] / median:.3f} pictures/s"
-        line += (
-            f" (least and median time), processor {min(each['cpu'] for each in found if 'cpu' in each):.2f} s"
-        )
+        line += f" (least and median time), processor {min(each['cpu'] for each in found if 'cpu' in each):.2f} s"
         if job == "tile":
             line += f", {flops() / least / 1e12:.3f} TFLOP/s"
         print(line, flush=True)
@@ -885,9 +836,7 @@ def main():
     parser.add_argument("--many", type=int, default=1, help="rounds with the picture of 17 tiles")
     parser.add_argument("--jobs", default="tile,one,products,check,many,gap")
     parser.add_argument("--warm", default="one", help="jobs that run once before, and show what they tell")
-    parser.add_argument(
-        "--limit", type=float, default=1e9, help="begin nothing that ends later than this many seconds"
-    )
+    parser.add_argument("--limit", type=float, default=1e9, help="begin nothing that ends later than this many seconds")
     parser.add_argument("--go")
     parser.add_argument("--done")
     options = parser.parse_args()

@@ -31,9 +31,7 @@ def threads():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path")
     parser.add_argument("form", choices=("bf16", "gguf", "gguf-int8"))
     for name, default in (("new", 150), ("turns", 3), ("batch", 1)):

@@ -180,9 +180,7 @@ def kernels() -> None:
                 form = AttentionForm(scale=head_dim**-0.5, window=window, softcap=softcap, norm_eps=1e-6)
                 one_form(form, heads, kv_heads, head_dim, long)
     dtype = jnp.dtype(jnp.bfloat16)
-    sizes = (
-        ((200, 192),) if REHEARSAL else ((6144, 4096), (4096, 14336), (960, 576), (576, 1536), (2048, 200))
-    )
+    sizes = ((200, 192),) if REHEARSAL else ((6144, 4096), (4096, 14336), (960, 576), (576, 1536), (2048, 200))
     counts = (1, 2, 16, 80) if REHEARSAL else (1, 2, 4, 8, 17, 33, 64, 65, 128, 320, 2048)
     for features, width in sizes:
         keys = jax.random.split(jax.random.key(features), 4)
@@ -270,21 +268,15 @@ def scored_as_sampled(engine: XlaBatchEngine, sampled: Mapping[str, Any], prompt
         scores = (output.prompt_logprobs or ())[start:]
         for token, expected, score in zip(own.token_ids, own.logprobs, scores, strict=True):
             count += 1
-            differ += (
-                score is None or np.float32(score[token].logprob).tobytes() != np.float32(expected).tobytes()
-            )
+            differ += score is None or np.float32(score[token].logprob).tobytes() != np.float32(expected).tobytes()
     return {"positions": count, "other_bits": differ}
 
 
-def drawn(
-    engine: XlaBatchEngine, count: int, longest: int, answer: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def drawn(engine: XlaBatchEngine, count: int, longest: int, answer: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run requests together; their prompts and outputs."""
     draw, prompts = np.random.default_rng(1), {}
     for index in range(count):
-        prompt = draw.integers(
-            0, engine.checkpoint.config.vocab_size, int(draw.integers(3, longest))
-        ).tolist()
+        prompt = draw.integers(0, engine.checkpoint.config.vocab_size, int(draw.integers(3, longest))).tolist()
         kind = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": index}
         params = SamplingParams(**kind, ignore_eos=True, max_tokens=answer, logprobs=0)
         prompts[str(index)] = prompt
@@ -322,11 +314,7 @@ def law() -> None:
         report = verify(engine, requests=count, schedules=2, seed=1, lags=(0, 1))
         tell(what="alone and among others, answers reused, few rows", ok=report.ok, tokens=report.compared.tokens,
              lines=[*map(str, report.divergences[:4])], cached=report.cached_tokens, compiled=report.compiled)  # fmt: skip
-        cases = [
-            each
-            for each in draw_cases(engine, count, 7, every_field=True)
-            if len(each.prompt_token_ids) < 400
-        ]
+        cases = [each for each in draw_cases(engine, count, 7, every_field=True) if len(each.prompt_token_ids) < 400]
         sampled = {each.request_id: run_alone(engine, each) for each in cases}
         prompts = {each.request_id: each.prompt_token_ids for each in cases}
         tell(what="scored as sampled", requests=len(cases), **scored_as_sampled(engine, sampled, prompts))
@@ -394,9 +382,7 @@ def features() -> None:
             found = []
             for index in range(12):
                 engine.submit([*prefix, *range(20 + index)], params, request_id=str(index))
-                found += [
-                    (o.request_id, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in engine.drain()
-                ]
+                found += [(o.request_id, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in engine.drain()]
             answers.append(sorted(found))
             stats = engine.stats()
             tell(what="prefixes in files", start=again, cached=stats.cached_tokens, same=answers[0] == answers[-1],
@@ -432,9 +418,7 @@ def forms() -> None:
     for name, model in list(models.items())[: 1 if REHEARSAL else None]:
         with step(name), allowed():
             checkpoint = random_checkpoint(model, seed=1, scale=0.08)
-            config = EngineConfig(
-                **GPU, max_num_seqs=16, max_model_len=512, prefill_lanes=(1, 4), chunk_size=64
-            )
+            config = EngineConfig(**GPU, max_num_seqs=16, max_model_len=512, prefill_lanes=(1, 4), chunk_size=64)
             with XlaBatchEngine(checkpoint, None, config) as engine:
                 prompts, sampled = drawn(engine, 8 if REHEARSAL else 48, 40 if REHEARSAL else 400, 60)
                 tell(what=name, check=told(engine), **scored_as_sampled(engine, sampled, prompts))
@@ -701,15 +685,11 @@ def prefill() -> None:
     for model in (FEW, MODEL):
         spec, c = spec_of(model), model
         weights = device_weights(spec)
-        layer = c.hidden_size * (
-            c.qkv_features + c.num_attention_heads * c.head_dim + 3 * c.intermediate_size
-        )
+        layer = c.hidden_size * (c.qkv_features + c.num_attention_heads * c.head_dim + 3 * c.intermediate_size)
         for (lanes, tokens), start in ((shape, s) for shape in shapes for s in (0, POSITIONS - shape[1])):
             call, state = made[model, lanes, tokens], [make_cache(spec, lanes, POSITIONS)]
 
-            def run(
-                call: Any = call, state: list[Any] = state, rest: Any = work_of(c, lanes, tokens, start)
-            ) -> Any:
+            def run(call: Any = call, state: list[Any] = state, rest: Any = work_of(c, lanes, tokens, start)) -> Any:
                 state[0], *out = call(weights, rope, state[0], *rest)  # noqa: B023
                 return out
 

@@ -42,16 +42,7 @@ SCHEMAS = {
         "additionalProperties": False,
     },
 }
-THINGS = (
-    "kettle",
-    "pair of headphones",
-    "rucksack",
-    "desk lamp",
-    "bicycle pump",
-    "coffee grinder",
-    "raincoat",
-    "tent",
-)
+THINGS = ("kettle", "pair of headphones", "rucksack", "desk lamp", "bicycle pump", "coffee grinder", "raincoat", "tent")
 VIEWS = (
     "stopped working after two weeks and the shop did not answer",
     "is the best that I have had in ten years",
@@ -115,8 +106,7 @@ def main():
             engine = engines[name]
             if name.startswith("plain"):
                 params = [
-                    SamplingParams(max_tokens=count, ignore_eos=True, seed=at, **free)
-                    for at, count in enumerate(tokens)
+                    SamplingParams(max_tokens=count, ignore_eos=True, seed=at, **free) for at, count in enumerate(tokens)
                 ]
             else:
                 params = [
@@ -143,9 +133,7 @@ def main():
             f" {count} tokens, {took:.2f} s, {steps} steps"
         )
     base = statistics.median(each[0] for each in rates[next(iter(rates))])
-    print(
-        {name: round(statistics.median(each[0] for each in seen) / base, 3) for name, seen in rates.items()}
-    )
+    print({name: round(statistics.median(each[0] for each in seen) / base, 3) for name, seen in rates.items()})
     for engine in made.values():
         engine.close()
 

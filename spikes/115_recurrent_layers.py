@@ -40,14 +40,18 @@ def model(name):
         return ModelConfig(
             **shared | {"intermediate_size": 2048},
             layer_types=("mamba", "mamba", "mamba", FULL),
-            mamba=MambaForm(value_heads=32, value_dim=64, key_heads=1, key_dim=128, kernel=4, norm_eps=1e-5),
+            mamba=MambaForm(
+                value_heads=32, value_dim=64, key_heads=1, key_dim=128, kernel=4, norm_eps=1e-5
+            ),
         )
     return ModelConfig(
         **shared,
         qk_norm="head",
         attn_output_gate=True,
         layer_types=(LINEAR, LINEAR, LINEAR, FULL),
-        delta=DeltaForm(key_heads=16, value_heads=16, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-6),
+        delta=DeltaForm(
+            key_heads=16, value_heads=16, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-6
+        ),
     )
 
 
@@ -81,9 +85,7 @@ def work(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="another tree of this repository")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")

@@ -150,7 +150,9 @@ def main():
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         command = ["spikes.117_latent_attention", "--core", str(options.core), "--model", directory]
-        compare(options.before, command, parts, options.rounds, lambda seconds: f"{1000 * seconds:7.1f} ms")
+        compare(
+            options.before, command, parts, options.rounds, lambda seconds: f"{1000 * seconds:7.1f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -30,9 +30,7 @@ class Times:
         return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def interleave(
-    forms: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int = 1
-) -> dict[str, Times]:
+def interleave(forms: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int = 1) -> dict[str, Times]:
     """Time every form once a round, after `warm_up` rounds that do not count.
 
     A form blocks until its work is done (`jax.block_until_ready`). Every other round runs backwards, so that no form always
