@@ -41,10 +41,8 @@ from xla_engine.graphs.vision.layers import (
     norm_shapes,
 )
 
-NECK, QUERY_LAYER = (
-    "vision_neck",
-    "vision_query_layer",
-)  # kinds of programs: between the stages, and of the second
+# Kinds of programs: between the stages, and of the second.
+NECK, QUERY_LAYER = "vision_neck", "vision_query_layer"
 _NECK_EPS = 1e-6  # of the norms between the stages
 _CUBIC = -0.5  # parameter of the bicubic filter (Keys 1981)
 
@@ -161,9 +159,8 @@ def tower_programs(c: DeepEncoderConfig, dtype: jnp.dtype, rows: int, part: int)
         return encoded(c, leaves, x)
 
     def project(leaves: Leaves, taps: list[jax.Array], x: jax.Array, start: jax.Array) -> jax.Array:
-        return projected(
-            c, leaves, x, ends=rows == c.view_patches
-        )  # there are no taps, and the part is the whole
+        # There are no taps, and the part is the whole.
+        return projected(c, leaves, x, ends=rows == c.view_patches)
 
     def program(
         kind: str, function: Callable[..., Any], shapes: Shapes, *arguments: object, donates: bool = False

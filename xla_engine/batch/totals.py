@@ -169,7 +169,7 @@ def _mask_lines(stats: EngineStats, wall: float) -> list[tuple[str, str]]:
     """What token masks took; no line without constraints."""
     if not stats.mask_seconds:
         return []
-    share = stats.mask_seconds / max(wall, 1e-9)
+    share = stats.mask_seconds / wall
     return [("constraints", f"token masks took {stats.mask_seconds:.2f} s, {share:.1%} of the wall time")]
 
 

@@ -102,9 +102,8 @@ _SOFT_DEFAULTS = {  # transformers' own
 
 
 _VIEW_KIND = "DeepseekOcr2ImageProcessor"
-_VIEW_PUBLISHED = (
-    "DeepseekVLV2Processor"  # processor_class of the published file, which has no image_processor_type
-)
+# The processor_class of the published file, which has no image_processor_type.
+_VIEW_PUBLISHED = "DeepseekVLV2Processor"
 _VIEW_CROPS = ("min_patches", "max_patches")
 _VIEW_READ = (*_READ, *_VIEW_CROPS, "tile_size", "crop_to_patches", "background_color")
 # Beside `_IGNORED`, what only the published code reads: names of tokens, and sizes that its tower has anyway.

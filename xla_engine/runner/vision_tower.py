@@ -82,7 +82,7 @@ def _deep_operations(c: DeepEncoderConfig, kind: str, rows: int, part: int) -> i
     length, inner = 2 * tokens, c.encoder_heads * c.encoder_head_dim
 
     def layer(queries: int, keys: int) -> int:
-        """The rest of a layer of the first stage for so many rows, of which each sees `keys`."""
+        """A layer of the first stage behind its queries, keys and values. Each query sees `keys` patches."""
         return 2 * queries * d * (d + 2 * c.intermediate_size) + queries * keys * (
             4 * d + _SCORE * c.num_attention_heads
         )
